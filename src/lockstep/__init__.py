@@ -1,0 +1,1 @@
+"""One CNN on MNIST with a single device, DataParallel and DistributedDataParallel, side by side."""

@@ -1,0 +1,123 @@
+"""What a config must satisfy before anything expensive starts.
+
+Imports neither torch nor Lightning, so that a mistake is answered at once.
+"""
+
+import zipfile
+from pathlib import Path
+
+from omegaconf import DictConfig, OmegaConf
+
+from lockstep import tags
+
+PROJECT = Path(__file__).resolve().parents[2]
+
+
+class ConfigError(ValueError):
+    """A mistake of the user's: names the key as typed, the value found and what is allowed."""
+
+
+def _project(path: str) -> str:
+    return str(PROJECT / path)
+
+
+# `${project:outputs}`: a folder of this project, from whatever working directory the command was typed in.
+OmegaConf.register_new_resolver("project", _project, replace=True)
+
+
+def world_size(cfg: DictConfig) -> int:
+    """Worker processes over all nodes."""
+    return cfg.launch.nproc_per_node * cfg.trainer.num_nodes
+
+
+def replicas(cfg: DictConfig) -> int:
+    """Model replicas, each with a device of its own, in one process."""
+    return cfg.strategy.devices // cfg.strategy.processes
+
+
+def per_process_batch_size(key: str, batch_size: int, world_size: int) -> int:
+    """The share of a global batch that one process takes, in samples.
+
+    Args:
+        key: The config key of `batch_size`, for the message.
+        batch_size: The global batch.
+        world_size: Processes over all nodes.
+
+    Raises:
+        ConfigError: If `batch_size` does not divide.
+    """
+    if batch_size % world_size:
+        raise ConfigError(
+            f"{key}={batch_size} does not divide among {world_size} processes; allowed: a multiple of {world_size},"
+            f" such as {max(batch_size // world_size, 1) * world_size}"
+        )
+    return batch_size // world_size
+
+
+def check(cfg: DictConfig) -> None:
+    """Refuse a composed config that cannot run.
+
+    Raises:
+        ConfigError: On the first key that is wrong.
+    """
+    for key in (
+        "trainer.devices",
+        "trainer.num_nodes",
+        "data.batch_size",
+        "data.eval_batch_size",
+        "launch.timeout_sec",
+        "strategy.devices",
+        "strategy.processes",
+    ):
+        _check_count(cfg, key, minimum=1)
+    for key in ("launch.max_restarts", "data.num_workers", "seed"):
+        _check_count(cfg, key, minimum=0)
+    if cfg.launch.threads_per_process is not None:
+        _check_count(cfg, "launch.threads_per_process", minimum=1)
+    _check_sizes(cfg)
+    _check_checkpoint(cfg.ckpt_path)
+    _check_choice(cfg, "launch.start_method", ("forkserver", "spawn"))
+    _check_choice(cfg, "optimized_metric", tags.FINAL)
+
+
+def _check_count(cfg: DictConfig, key: str, minimum: int) -> None:
+    value = OmegaConf.select(cfg, key)
+    # bool is an int in Python, and nobody means `devices=true` as 1
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise ConfigError(f"{key}={value}; allowed: a whole number >= {minimum}")
+
+
+def _check_choice(cfg: DictConfig, key: str, allowed: tuple[str, ...]) -> None:
+    value = OmegaConf.select(cfg, key)
+    if value not in allowed:
+        raise ConfigError(f"{key}={value}; allowed: {', '.join(allowed)}")
+
+
+def _check_sizes(cfg: DictConfig) -> None:
+    strategy, num_nodes = cfg.strategy, cfg.trainer.num_nodes
+    if strategy.num_nodes != num_nodes:
+        raise ConfigError(
+            f"trainer.num_nodes={num_nodes}; strategy={strategy.name} runs on {strategy.num_nodes} node;"
+            f" allowed: trainer.num_nodes={strategy.num_nodes}, or strategy=ddp"
+        )
+    if cfg.launch.nproc_per_node != strategy.processes:
+        raise ConfigError(
+            f"launch.nproc_per_node={cfg.launch.nproc_per_node}; strategy={strategy.name} with"
+            f" trainer.devices={cfg.trainer.devices} runs {strategy.processes} per node; allowed: {strategy.processes}"
+        )
+    if num_nodes > 1 and cfg.launch.rdzv_endpoint is None:
+        raise ConfigError(
+            f"launch.rdzv_endpoint=null with trainer.num_nodes={num_nodes}; allowed: HOST:PORT of node 0,"
+            " the same on every node"
+        )
+    per_process_batch_size("data.batch_size", cfg.data.batch_size, world_size(cfg))
+
+
+def _check_checkpoint(path: str | None) -> None:
+    if path is None:
+        return
+    if not Path(path).is_file():
+        raise ConfigError(f"ckpt_path={path} does not exist; allowed: a file such as RUN_FOLDER/checkpoints/last.ckpt")
+    # torch.save writes zip archives; what is inside is looked at where torch is at hand
+    if not zipfile.is_zipfile(path):
+        raise ConfigError(f"ckpt_path={path} is not a checkpoint; allowed: a file written by a run, such as last.ckpt")

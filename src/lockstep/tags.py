@@ -1,0 +1,28 @@
+"""The names of everything that a run measures, declared once: written by the callbacks, read by the report.
+
+Every tag is `stage/quantity`, with the unit at the end where there is one.
+"""
+
+TRAIN_LOSS = "train/loss"  # sample-weighted mean of the epoch over all ranks
+TRAIN_LOSS_STEP = "train/loss_step"  # one step's mean over all ranks, every `log_every_n_steps`
+TRAIN_LOSS_RANK = "train/loss_rank_{rank}"  # one rank's own mean: what DDP alone would show
+LR = "lr"  # of the step just taken
+VAL_LOSS = "val/loss"
+VAL_ACC = "val/acc"
+TEST_LOSS = "test/loss"
+TEST_ACC = "test/acc"
+EPOCH_SEC = "time/epoch_sec"  # training only, slowest rank
+EPOCH_SEC_FASTEST_RANK = "time/epoch_sec_fastest_rank"
+EPOCH_SEC_MEDIAN = "time/epoch_sec_median"  # of the run's epochs, without the first where there are several
+VAL_SEC = "time/val_sec"
+STARTUP_SEC = "time/startup_sec"  # from the command's start to the first training batch
+SAMPLES_PER_SEC = "throughput/samples_per_sec"  # global, of the epoch
+SAMPLES_PER_SEC_MEDIAN = "throughput/samples_per_sec_median"
+PHASE_SEC = "phase/{phase}_sec"  # mean per step over the ranks
+PHASES = ("data", "forward", "backward", "optimizer")
+ALL_REDUCE_SEC = "comm/all_reduce_sec"  # mean over DDP's sampled steps since the start, and over the ranks
+OVERLAP_FRACTION = "comm/overlap_fraction"  # the share of it hidden behind the backward pass
+
+# What HParams shows per run, and what a sweeper may optimise.
+SUMMARY = (TEST_ACC, TRAIN_LOSS, EPOCH_SEC_MEDIAN, SAMPLES_PER_SEC_MEDIAN)
+FINAL = (*SUMMARY, VAL_LOSS, VAL_ACC, TEST_LOSS, EPOCH_SEC, SAMPLES_PER_SEC, STARTUP_SEC)

@@ -1,0 +1,197 @@
+"""Builds, fits and tests one run. Runs once in every worker process."""
+
+import json
+import logging
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from hydra.utils import instantiate
+from lightning.pytorch.callbacks import LambdaCallback, ProgressBar
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from omegaconf import DictConfig, OmegaConf
+
+from lockstep import report, tags
+from lockstep.callbacks import EpochMonitor
+from lockstep.config import ConfigError, replicas, world_size
+from lockstep.loggers import RunLogger
+
+log = logging.getLogger(__name__)
+
+# Third-party warnings that say nothing about this run, each with its reason.
+EXPECTED_WARNINGS = (
+    r".*does not have many workers.*",  # a batch is one index operation: workers only add copies
+    r".*recommended to use `self\.log\(.*sync_dist=True\)`.*",  # EpochMonitor logs what it has reduced already
+    r"The dirpath has changed from.*",  # a resumed run writes its checkpoints to its own folder
+    r".*Checkpoint directory .* exists and is not empty.*",  # a restarted run goes on in its own folder
+    r".*is smaller than the logging interval.*",  # a short run has no curve per step, and needs none
+)
+
+
+def train(cfg: DictConfig) -> dict[str, float]:
+    """Train, then test the best checkpoint.
+
+    Args:
+        cfg: The composed and resolved config, the same in every process.
+
+    Returns:
+        The final value of every tag, on rank 0; what the other ranks return is not complete.
+
+    Raises:
+        ConfigError: If the config cannot run on this machine or with this data.
+    """
+    set_up_process(cfg)
+    pl.seed_everything(cfg.seed, workers=True, verbose=False)
+    try:
+        trainer = build_trainer(cfg)
+        datamodule, model = instantiate(cfg.data), instantiate(cfg.model, _convert_="all")
+        model.save_hyperparameters(OmegaConf.to_container(cfg), logger=False)
+        check_checkpoint(cfg.ckpt_path)
+        trainer.fit(model, datamodule, ckpt_path=cfg.ckpt_path, weights_only=True)
+        trainer.test(model, datamodule, ckpt_path=best_checkpoint(trainer), weights_only=True, verbose=False)
+    except MisconfigurationException as error:
+        raise ConfigError(str(error)) from error
+    return finish(cfg, trainer)
+
+
+def set_up_process(cfg: DictConfig) -> None:
+    """Threads, logging and warnings of this process, whatever ran in it or in its parent before."""
+    torch.set_num_threads(num_threads(cfg))
+    for pattern in EXPECTED_WARNINGS:
+        warnings.filterwarnings("ignore", pattern)
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
+    if int(os.environ.get("RANK", 0)) == 0:
+        log_to(Path(cfg.run_dir))
+
+
+def log_to(run_dir: Path) -> None:
+    """Send this package's log to the terminal, bare, and to the run's train.log, with the time."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    package = logging.getLogger("lockstep")
+    package.setLevel(logging.INFO)
+    terminal = logging.StreamHandler(sys.stdout)
+    file = logging.FileHandler(run_dir / "train.log")
+    file.setFormatter(logging.Formatter("[%(asctime)s][%(levelname)s] %(message)s"))
+    for handler in package.handlers:
+        handler.close()
+    package.handlers, package.propagate = [terminal, file], False
+
+
+def num_threads(cfg: DictConfig) -> int:
+    """Intra-op threads of one replica: an even share of this machine's cores."""
+    if cfg.launch.threads_per_process is not None:
+        return cfg.launch.threads_per_process
+    return max(1, len(os.sched_getaffinity(0)) // (cfg.launch.nproc_per_node * replicas(cfg)))
+
+
+def accelerator(cfg: DictConfig) -> str:
+    """`trainer.accelerator` with `auto` decided: the GPUs if there are enough of them, else the CPU.
+
+    Raises:
+        ConfigError: If GPUs are asked for by name and there are too few.
+    """
+    name, devices, available = cfg.trainer.accelerator, cfg.strategy.devices, torch.cuda.device_count()
+    if name == "auto":
+        return "cuda" if available >= devices else "cpu"
+    if name in ("gpu", "cuda") and available < devices:
+        raise ConfigError(
+            f"trainer.accelerator={name} with strategy={cfg.strategy.name} needs {devices} GPUs and this machine has"
+            f" {available}; allowed: a smaller trainer.devices, or trainer.accelerator=cpu"
+        )
+    return name
+
+
+def build_trainer(cfg: DictConfig) -> pl.Trainer:
+    """The Trainer, its logger, its callbacks and the strategy's plugin, all from the config."""
+    callbacks = [instantiate(callback) for callback in cfg.callbacks.values()]
+    if not cfg.trainer.enable_progress_bar:  # Lightning refuses the contradiction instead
+        callbacks = [callback for callback in callbacks if not isinstance(callback, ProgressBar)]
+    callbacks.append(LambdaCallback(on_train_start=lambda trainer, _: announce(cfg, trainer)))
+    options: dict[str, Any] = OmegaConf.to_container(cfg.trainer) | {
+        "accelerator": accelerator(cfg),
+        "devices": cfg.strategy.devices,
+        "strategy": instantiate(cfg.strategy).plugin,  # a name or an object
+    }
+    return pl.Trainer(**options, callbacks=callbacks, logger=instantiate(cfg.logger))
+
+
+def announce(cfg: DictConfig, trainer: pl.Trainer) -> None:
+    """Say on rank 0 what is about to run."""
+    if trainer.is_global_zero:
+        log.info(
+            report.opening_line(
+                strategy=cfg.strategy.name,
+                processes=trainer.world_size,
+                replicas=replicas(cfg),
+                threads=num_threads(cfg),
+                batch_size=cfg.data.batch_size,
+                device=device_name(trainer.strategy.root_device),
+                source=trainer.datamodule.source,
+            )
+        )
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def check_checkpoint(path: str | None) -> None:
+    """Refuse a file that Lightning could not resume from.
+
+    Raises:
+        ConfigError: Naming `ckpt_path`.
+    """
+    if path is None:
+        return
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # torch.load raises whatever the file's content provokes
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError(f"ckpt_path={path} is not a checkpoint that can be opened weights-only ({reason})") from error
+    if not isinstance(checkpoint, dict) or not {"state_dict", "optimizer_states", "loops"} <= checkpoint.keys():
+        raise ConfigError(f"ckpt_path={path} is not a checkpoint of a training run; allowed: last.ckpt or best.ckpt")
+
+
+def best_checkpoint(trainer: pl.Trainer) -> str | None:
+    """Where the best weights lie; None, the weights at hand, where no checkpoint was written."""
+    return getattr(trainer.checkpoint_callback, "best_model_path", None) or None
+
+
+def finish(cfg: DictConfig, trainer: pl.Trainer) -> dict[str, float]:
+    """Write `metrics.json` and the HParams row, on rank 0."""
+    monitors = [callback for callback in trainer.callbacks if isinstance(callback, EpochMonitor)]
+    metrics = {tag: value for monitor in monitors for tag, value in sorted(monitor.metrics.items())}
+    if trainer.is_global_zero:
+        final = metrics | {"data/source": trainer.datamodule.source}
+        write_whole(Path(cfg.run_dir) / "metrics.json", json.dumps(final, indent=2) + "\n")
+        log_hyperparameters(cfg, trainer, metrics)
+    return metrics
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that is either there in full or not at all."""
+    unfinished = path.with_name(f".{path.name}.tmp")
+    unfinished.write_text(text)
+    unfinished.replace(path)
+
+
+def log_hyperparameters(cfg: DictConfig, trainer: pl.Trainer, metrics: dict[str, float]) -> None:
+    """One row of TensorBoard's HParams page: what tells runs apart against what is compared."""
+    params = {
+        "strategy": cfg.strategy.name,
+        "devices": cfg.strategy.devices,
+        "world_size": world_size(cfg),
+        "global_batch_size": cfg.data.batch_size,
+        "per_process_batch_size": cfg.data.batch_size // world_size(cfg),
+        "threads": num_threads(cfg),
+        "model": f"{cfg.model.net['_target_'].rpartition('.')[2]} {cfg.model.net.get('channels', '')}".strip(),
+        "seed": cfg.seed,
+    }
+    for logger in trainer.loggers:
+        if isinstance(logger, RunLogger):
+            logger.close(params, {tag: metrics[tag] for tag in tags.SUMMARY if tag in metrics})

@@ -1,0 +1,60 @@
+"""Train one CNN on MNIST, and choose what it is trained with.
+
+    python train.py                                          one device
+    python train.py strategy=dp trainer.devices=2            one process, two replicas in two threads
+    python train.py strategy=ddp trainer.devices=2           two processes
+    python train.py -m strategy=single,dp,ddp                a sweep: one job after the other
+    python train.py ckpt_path=FILE trainer.max_epochs=10     resume, also under another strategy
+    torchrun --nproc-per-node 2 train.py strategy=ddp trainer.devices=2
+    python train.py --cfg job                                the config, without running anything
+
+Two machines, the same command on each, HOST being the first:
+
+    python train.py strategy=ddp trainer.num_nodes=2 launch.rdzv_endpoint=HOST:29400 launch.rdzv_id=NAME
+"""
+
+import sys
+import time
+from pathlib import Path
+
+from lockstep import launch
+
+STARTED_AT = time.time()
+INSPECTING = {"--cfg", "-c", "--help", "-h", "--hydra-help", "--info", "-i", "--version", "--shell-completion", "-sc"}
+
+if __name__ == "__main__":
+    launcher = launch.external_launcher()
+    if launcher is None and not INSPECTING & set(sys.argv):
+        launch.start_forkserver()  # first of all: its imports take longer than everything below
+    if launcher is not None and launcher[2] > 0:
+        # rank 0 of a torchrun writes the run's folder; the others write nothing
+        sys.argv += ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=none"]
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig
+
+from lockstep import config, report
+
+
+@hydra.main(version_base="1.3", config_path="conf", config_name="config")
+def main(cfg: DictConfig) -> float | None:
+    sweep = HydraConfig.get().mode == RunMode.MULTIRUN
+    if not sweep:
+        cfg.launch.started_at = STARTED_AT
+    try:
+        config.check(cfg)
+        metrics = launch.run("lockstep.training:train", cfg)
+    except (config.ConfigError, launch.WorkerError) as error:
+        if sweep:
+            raise  # Hydra reports the job and goes on with the next
+        raise SystemExit(f"error: {error}") from None
+    if metrics is None:  # rank 0 is on another node
+        return None
+    report.print_result(metrics, Path(cfg.run_dir))
+    return metrics.get(cfg.optimized_metric)
+
+
+if __name__ == "__main__":
+    main()
