@@ -129,7 +129,7 @@ def _run_in_workers(function: str, config: dict[str, Any]) -> Any:
         try:
             results = elastic_launch(launch_config, _work)(function, config)
         except ChildFailedError as error:
-            raise _first_failure(Path(folder), *error.get_first_failure()) from None
+            raise _first_failure(Path(folder), launch["nproc_per_node"], *error.get_first_failure()) from None
         except SignalException as stop:
             print(f"stopped by {signal.Signals(stop.sigval).name}", file=sys.stderr)
             raise SystemExit(128 + stop.sigval) from None
@@ -155,7 +155,7 @@ def _work(function: str, config: dict[str, Any]) -> Any:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     try:
         return pkgutil.resolve_name(function)(OmegaConf.create(config))
-    except Exception as error:
+    except BaseException as error:  # a SIGTERM from the agent too: what has left no file was killed
         failure = {
             "time_ns": time.time_ns(),
             "rank": int(os.environ["RANK"]),
@@ -167,11 +167,21 @@ def _work(function: str, config: dict[str, Any]) -> Any:
         raise
 
 
-def _first_failure(folder: Path, rank: int, failure: Any) -> Exception:
-    """The failure that came first: the agent knows the one that it saw first, often a peer's lost connection."""
+def _first_failure(folder: Path, num_workers: int, rank: int, failure: Any) -> Exception:
+    """The failure that came first: the agent knows the one that it saw first, often a peer's lost connection.
+
+    Args:
+        folder: Where the workers' failure files lie.
+        num_workers: Workers of this node.
+        rank: Of the failure that the agent saw first.
+        failure: What the agent knows about it.
+    """
     failures = [json.loads(path.read_text()) for path in folder.rglob(FAILURE_FILE)]
-    if not failures:
-        return WorkerError(f"rank {rank} (pid {failure.pid}) was ended by {failure.signal_name()}")
+    first_rank = rank - failure.local_rank
+    silent = set(range(first_rank, first_rank + num_workers)) - {each["rank"] for each in failures}
+    if silent:
+        how = f"by {failure.signal_name()}" if rank in silent and failure.exitcode < 0 else "from outside"
+        return WorkerError(f"rank {min(silent)} was killed {how}; it left no traceback")
     first = min(failures, key=lambda each: each["time_ns"])
     if first["config_error"]:
         return ConfigError(first["message"])

@@ -31,14 +31,16 @@ def print_result(metrics: Mapping[str, float], run_dir: Path) -> None:
         "training, seconds per epoch": _format(metrics, tags.EPOCH_SEC_MEDIAN, "{:.2f}"),
         "samples per second": _format(metrics, tags.SAMPLES_PER_SEC_MEDIAN, "{:,.0f}"),
         "run folder": _relative(run_dir),
-        "TensorBoard": f"tensorboard --logdir {_relative(run_dir)}",
     }
     table = Table(show_header=False)
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     for name, value in rows.items():
         table.add_row(name, value)
-    Console().print(table)
+    console = Console()
+    console.print(table)
+    # outside the table, whole, to be copied
+    console.print(f"tensorboard --logdir {_relative(run_dir)}", soft_wrap=True, highlight=False)
 
 
 def _format(metrics: Mapping[str, float], tag: str, pattern: str) -> str:

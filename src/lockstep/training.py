@@ -63,6 +63,8 @@ def set_up_process(cfg: DictConfig) -> None:
     torch.set_num_threads(num_threads(cfg))
     for pattern in EXPECTED_WARNINGS:
         warnings.filterwarnings("ignore", pattern)
+    # what Lightning calls of torch that torch has renamed since is Lightning's to change
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"lightning\.")
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
     if int(os.environ.get("RANK", 0)) == 0:
