@@ -1,6 +1,5 @@
 """EpochMonitor's arithmetic, with a fake clock and uneven ranks: no training, no processes."""
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -300,6 +299,3 @@ def test_random_state_follows_from_seed_epoch_and_rank() -> None:
     draws = [draw(seed, epoch, rank) for seed in range(2) for epoch in range(3) for rank in range(3)]
     assert len(set(draws)) == 18
     assert draw(1, 2, 1) == draws[16]
-
-
-MakeTrainer = Callable[..., SimpleNamespace]

@@ -48,7 +48,11 @@ def train(cfg: DictConfig) -> dict[str, float]:
     pl.seed_everything(cfg.seed, workers=True, verbose=False)
     try:
         trainer = build_trainer(cfg)
-        datamodule, model = instantiate(cfg.data), instantiate(cfg.model, _convert_="all")
+        datamodule = instantiate(cfg.data)
+        # Weights are made in the type they are trained in: Lightning restores a checkpoint before it converts the
+        # module, which would round float64 weights to float32.
+        with trainer.precision_plugin.tensor_init_context():
+            model = instantiate(cfg.model, _convert_="all")
         model.save_hyperparameters(OmegaConf.to_container(cfg), logger=False)
         check_checkpoint(cfg.ckpt_path)
         trainer.fit(model, datamodule, ckpt_path=cfg.ckpt_path, weights_only=True)

@@ -1,0 +1,214 @@
+"""train.py as a person types it."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from lockstep import config, tags
+
+TRAIN = [sys.executable, str(config.PROJECT / "train.py")]
+SMALL = ["data=mnist_sample", "trainer.accelerator=cpu", "trainer.max_epochs=2", "trainer.log_every_n_steps=5"]
+DDP2 = ["strategy=ddp", "trainer.devices=2"]
+
+EVERY_STRATEGY = {
+    tags.TRAIN_LOSS,
+    tags.TRAIN_LOSS_RANK.format(rank=0),
+    tags.TRAIN_LOSS_STEP,
+    tags.LR,
+    tags.VAL_LOSS,
+    tags.VAL_ACC,
+    tags.TEST_LOSS,
+    tags.TEST_ACC,
+    tags.EPOCH_SEC,
+    tags.EPOCH_SEC_FASTEST_RANK,
+    tags.EPOCH_SEC_MEDIAN,
+    tags.VAL_SEC,
+    tags.STARTUP_SEC,
+    tags.SAMPLES_PER_SEC,
+    tags.SAMPLES_PER_SEC_MEDIAN,
+    *(tags.PHASE_SEC.format(phase=phase) for phase in tags.PHASES),
+}
+DDP_ONLY = {tags.TRAIN_LOSS_RANK.format(rank=1), tags.ALL_REDUCE_SEC, tags.OVERLAP_FRACTION}
+PER_STEP = {tags.TRAIN_LOSS_STEP, tags.LR}
+
+
+def run(command: list[str], cwd: Path, timeout: float = 100, **environ: str) -> subprocess.CompletedProcess[str]:
+    env = os.environ | {"PYTHONPATH": str(config.PROJECT / "tests"), "COLUMNS": "100"} | environ
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout, env=env, check=False)
+
+
+def train(cwd: Path, *overrides: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    return run([*TRAIN, *SMALL, f"hydra.run.dir={cwd / 'run'}", *overrides], cwd, **environ)
+
+
+def scalars(folder: Path) -> dict[str, list[int]]:
+    """Each tag's steps, from the run's one event file."""
+    (events,) = folder.rglob("events.out.tfevents.*")
+    accumulator = EventAccumulator(str(events)).Reload()
+    return {tag: [event.step for event in accumulator.Scalars(tag)] for tag in accumulator.Tags()["scalars"]}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "opening", "only_here"),
+    [
+        (["strategy=single"], "single: 1 process x 1 replica", set()),
+        (["strategy=dp", "trainer.devices=2"], "dp: 1 process x 2 replicas", set()),
+        (DDP2, "ddp: 2 processes x 1 replica", DDP_ONLY),
+    ],
+)
+def test_a_run_says_what_it_does_and_leaves_what_the_readme_says(
+    tmp_path: Path, overrides: list[str], opening: str, only_here: set[str]
+) -> None:
+    result = train(tmp_path, *overrides, "trainer.enable_progress_bar=false")
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    lines = result.stdout.splitlines()
+    assert lines[0].startswith(opening)
+    assert "| batch 256 = " in lines[0]
+    assert lines[0].endswith("| cpu | MNIST from bundled sample")
+    assert "test accuracy" in result.stdout
+    assert lines[-1] == "tensorboard --logdir run"
+    assert len(lines) == 8, result.stdout  # the opening line, the table of six, the command: nothing else
+
+    folder = tmp_path / "run"
+    files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    strategy = overrides[0].partition("=")[2]
+    (events,) = (name for name in files if name.startswith(f"{strategy}-seed0/events.out.tfevents."))
+    assert files - {events} == {
+        ".hydra/config.yaml",
+        ".hydra/hydra.yaml",
+        ".hydra/overrides.yaml",
+        "checkpoints/best.ckpt",
+        "checkpoints/last.ckpt",
+        "metrics.json",
+        "train.log",
+    }
+    found = scalars(folder)
+    assert set(found) == EVERY_STRATEGY | only_here
+    assert all(steps == sorted(set(steps)) for steps in found.values())
+    once = {tags.STARTUP_SEC, tags.EPOCH_SEC_MEDIAN, tags.SAMPLES_PER_SEC_MEDIAN, tags.TEST_ACC, tags.TEST_LOSS}
+    for tag in set(found) - once - PER_STEP:
+        assert found[tag] == [0, 1], tag
+    for tag in PER_STEP:
+        assert found[tag] == [5, 10, 15, 20, 25, 30]
+    metrics = json.loads((folder / "metrics.json").read_text())
+    assert metrics.pop("data/source") == "bundled sample"
+    assert set(metrics) == (EVERY_STRATEGY | only_here) - PER_STEP
+    assert all(isinstance(value, float) for value in metrics.values())
+    assert 0.5 < metrics[tags.TEST_ACC] < 1
+    assert opening in (folder / "train.log").read_text()
+
+
+def test_progress_bar_is_rank_zeros_alone(tmp_path: Path) -> None:
+    result = train(tmp_path, *DDP2)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    assert len(re.findall(r"Epoch 1/1", result.stdout)) == 1
+    assert "v_num" not in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "returncode", "expected"),
+    [
+        (["--cfg", "job", "strategy=dp"], 0, "DataParallelStrategy"),
+        (["strategy=ddpp"], 1, "Could not find 'strategy/ddpp'"),
+    ],
+)
+def test_looking_and_mistyping_are_answered_at_once(
+    tmp_path: Path, arguments: list[str], returncode: int, expected: str
+) -> None:
+    seconds = []
+    for _ in range(3):  # the fastest of three: this machine may be busy
+        start = time.monotonic()
+        result = run([*TRAIN, *arguments], tmp_path)
+        seconds.append(time.monotonic() - start)
+        assert result.returncode == returncode
+        assert expected in result.stdout + result.stderr
+    assert min(seconds) < 1.5
+    if returncode:
+        assert all(option in result.stderr for option in ("single", "dp", "ddp"))
+
+
+def test_looking_imports_neither_torch_nor_lightning(tmp_path: Path) -> None:
+    code = (
+        "import runpy, sys; sys.argv = ['train.py', '--cfg', 'job']\n"
+        f"runpy.run_path({TRAIN[1]!r}, run_name='__main__')\n"
+        "assert not {'torch', 'lightning', 'numpy'} & set(sys.modules), sorted(sys.modules)"
+    )
+    result = run([sys.executable, "-c", code], tmp_path)
+    assert result.returncode == 0, result.stderr
+
+
+def test_a_mistake_is_one_line_and_leaves_no_run(tmp_path: Path) -> None:
+    result = train(tmp_path, *DDP2, "trainer.devices=0")
+    assert result.returncode == 1
+    assert result.stderr == "error: trainer.devices=0; allowed: a whole number >= 1\n"
+    assert result.stdout == ""
+    left = {path.name for path in (tmp_path / "run").iterdir()}
+    assert left == {".hydra", "train.log"}  # Hydra's: what was asked for
+
+
+def test_a_failing_rank_ends_the_command_with_its_traceback(tmp_path: Path) -> None:
+    fail = "+callbacks.fail={_target_: faults.FailAt, rank: 1, step: 5}"
+    result = train(tmp_path, *DDP2, fail, "trainer.enable_progress_bar=false")
+    assert result.returncode == 1
+    assert result.stderr.startswith("error: rank 1 failed:\nTraceback")
+    assert result.stderr.endswith("RuntimeError: broken on purpose\n")
+    assert result.stderr.count("Traceback") == 1
+    assert not (tmp_path / "run" / "metrics.json").exists()
+
+
+@pytest.mark.parametrize(("number", "returncode"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_being_stopped_ends_all_workers(tmp_path: Path, number: signal.Signals, returncode: int) -> None:
+    note = f"+callbacks.note={{_target_: faults.NotePid, folder: {tmp_path}}}"
+    command = [*TRAIN, *SMALL, *DDP2, note, f"hydra.run.dir={tmp_path / 'run'}", "trainer.max_epochs=1000"]
+    env = os.environ | {"PYTHONPATH": str(config.PROJECT / "tests")}
+    process = subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    try:
+        deadline = time.monotonic() + 60
+        while len(pids := list(tmp_path.glob("[0-9]*"))) < 2 and time.monotonic() < deadline:
+            time.sleep(0.1)
+        process.send_signal(number)
+        assert process.wait(timeout=30) == returncode
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+    assert len(pids) == 2
+    for path in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(path.name), 0)
+
+
+def test_torchrun_starts_the_workers_and_only_rank_zero_writes(tmp_path: Path) -> None:
+    torchrun = shutil.which("torchrun", path=str(Path(sys.executable).parent))
+    command = [torchrun, "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", TRAIN[1]]
+    overrides = [*SMALL, *DDP2, f"hydra.run.dir={tmp_path}/run/${{now:%f}}", "trainer.enable_progress_bar=false"]
+    result = run([*command, *overrides], tmp_path, OMP_NUM_THREADS="1")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("ddp: 2 processes x 1 replica, 1 thread each") == 1
+    assert result.stdout.count("test accuracy") == 1
+    (folder,) = (tmp_path / "run").iterdir()
+    assert set(scalars(folder)) == EVERY_STRATEGY | DDP_ONLY
+    assert {path.name for path in tmp_path.iterdir()} == {"run"}
+
+
+def test_a_sweep_trains_each_job_once(tmp_path: Path) -> None:
+    command = [*TRAIN, "-m", "strategy=single,dp,ddp", "trainer.devices=2", *SMALL, "trainer.limit_train_batches=2"]
+    result = run([*command, f"hydra.sweep.dir={tmp_path / 'sweep'}", "trainer.enable_progress_bar=false"], tmp_path)
+    assert result.returncode == 0, result.stderr
+    jobs = sorted(path for path in (tmp_path / "sweep").iterdir() if path.is_dir())
+    assert [path.name for path in jobs] == ["0", "1", "2"]
+    for job, strategy in zip(jobs, ("single", "dp", "ddp"), strict=True):
+        assert (job / "metrics.json").exists()
+        assert len(list(job.rglob("events.out.tfevents.*"))) == 1
+        assert result.stdout.count(f"{strategy}: ") == 1
