@@ -211,4 +211,4 @@ def test_a_sweep_trains_each_job_once(tmp_path: Path) -> None:
     for job, strategy in zip(jobs, ("single", "dp", "ddp"), strict=True):
         assert (job / "metrics.json").exists()
         assert len(list(job.rglob("events.out.tfevents.*"))) == 1
-        assert result.stdout.count(f"{strategy}: ") == 1
+        assert len(re.findall(f"^{strategy}: ", result.stdout, re.MULTILINE)) == 1

@@ -88,13 +88,18 @@ def test_lightnings_refusals_are_one_line_too(run_job: RunJob) -> None:
 
 
 def test_more_gpus_than_there_are(run_job: RunJob) -> None:
-    with pytest.raises(ConfigError, match=r"trainer.accelerator=gpu with strategy=ddp needs 64 GPUs and .* has \d+"):
-        run_job("strategy=ddp", "trainer.devices=64", "trainer.accelerator=gpu", function="faults:accelerator")
+    with pytest.raises(ConfigError, match=r"trainer.accelerator=gpu with strategy=ddp needs 32 GPUs and .* has \d+"):
+        run_job("strategy=ddp", "trainer.devices=32", "trainer.accelerator=gpu", function="faults:accelerator")
+
+
+def test_one_step_is_a_run(run_job: RunJob) -> None:
+    for steps in range(1, 5):  # a schedule of few steps must not divide by zero
+        assert 0 <= run_job(f"trainer.max_steps={steps}", run=str(steps))[tags.TEST_ACC] <= 1
 
 
 def test_auto_takes_the_cpu_where_there_are_too_few_gpus(run_job: RunJob) -> None:
     assert (
-        run_job("trainer.accelerator=auto", "strategy=dp", "trainer.devices=64", function="faults:accelerator") == "cpu"
+        run_job("trainer.accelerator=auto", "strategy=dp", "trainer.devices=32", function="faults:accelerator") == "cpu"
     )
 
 

@@ -17,10 +17,11 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import forkserver
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -31,7 +32,8 @@ log = logging.getLogger(__name__)
 
 PRELOAD = ["hydra", "lockstep.training", "lockstep.loggers", "lockstep.callbacks", "lockstep.data", "lockstep.model"]
 HANDLED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-FAILURE_FILE = "failure.json"
+SHUTDOWN_TIMEOUT_SEC = 10  # what a worker gets between SIGTERM and SIGKILL once another has failed
+STARTED_FILE, FAILURE_FILE = "started", "failure.json"
 
 
 class WorkerError(RuntimeError):
@@ -107,8 +109,8 @@ def _run_in_workers(function: str, config: dict[str, Any]) -> Any:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    # what it has to say about a failure is said below, once
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    for name in ("torch.distributed.elastic", "torch.multiprocessing"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # what they say about a failure is said below, once
     launch, num_nodes = config["launch"], config["trainer"]["num_nodes"]
     with tempfile.TemporaryDirectory(prefix="lockstep-") as folder, _restored_process_state():
         launch_config = LaunchConfig(
@@ -124,12 +126,12 @@ def _run_in_workers(function: str, config: dict[str, Any]) -> Any:
             monitor_interval=0.1,
             start_method=launch["start_method"],
             logs_specs=DefaultLogsSpecs(log_dir=folder),
-            shutdown_timeout=10,
+            shutdown_timeout=SHUTDOWN_TIMEOUT_SEC,
         )
         try:
             results = elastic_launch(launch_config, _work)(function, config)
         except ChildFailedError as error:
-            raise _first_failure(Path(folder), launch["nproc_per_node"], *error.get_first_failure()) from None
+            raise _first_failure(Path(folder), *error.get_first_failure()) from None
         except SignalException as stop:
             print(f"stopped by {signal.Signals(stop.sigval).name}", file=sys.stderr)
             raise SystemExit(128 + stop.sigval) from None
@@ -151,38 +153,54 @@ def _restored_process_state() -> Iterator[None]:
 
 
 def _work(function: str, config: dict[str, Any]) -> Any:
-    """One worker's life: its failure goes to a file beside elastic's, with what the parent needs to tell it well."""
+    """One worker's life. It leaves a file when it starts, and one that says why when it fails."""
+    folder, rank = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent, int(os.environ["RANK"])
+    signal.signal(signal.SIGTERM, _exit_once())
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    (folder / STARTED_FILE).write_text(str(rank))
     try:
         return pkgutil.resolve_name(function)(OmegaConf.create(config))
-    except BaseException as error:  # a SIGTERM from the agent too: what has left no file was killed
+    except BaseException as error:
         failure = {
-            "time_ns": time.time_ns(),
-            "rank": int(os.environ["RANK"]),
+            "time": time.time(),
+            "rank": rank,
             "config_error": isinstance(error, ConfigError),
             "message": str(error),
             "traceback": traceback.format_exc(),
         }
-        Path(os.environ["TORCHELASTIC_ERROR_FILE"]).with_name(FAILURE_FILE).write_text(json.dumps(failure))
+        (folder / FAILURE_FILE).write_text(json.dumps(failure))
         raise
 
 
-def _first_failure(folder: Path, num_workers: int, rank: int, failure: Any) -> Exception:
+def _exit_once() -> Callable[[int, FrameType | None], None]:
+    """A signal handler that ends the process with its clean-up, which a second signal does not interrupt."""
+    exiting = False
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal exiting
+        if not exiting:
+            exiting = True
+            raise SystemExit(128 + number)
+
+    return handle
+
+
+def _first_failure(folder: Path, rank: int, failure: Any) -> Exception:
     """The failure that came first: the agent knows the one that it saw first, often a peer's lost connection.
 
     Args:
-        folder: Where the workers' failure files lie.
-        num_workers: Workers of this node.
+        folder: Where the workers' files lie.
         rank: Of the failure that the agent saw first.
         failure: What the agent knows about it.
     """
     failures = [json.loads(path.read_text()) for path in folder.rglob(FAILURE_FILE)]
-    first_rank = rank - failure.local_rank
-    silent = set(range(first_rank, first_rank + num_workers)) - {each["rank"] for each in failures}
-    if silent:
-        how = f"by {failure.signal_name()}" if rank in silent and failure.exitcode < 0 else "from outside"
-        return WorkerError(f"rank {min(silent)} was killed {how}; it left no traceback")
-    first = min(failures, key=lambda each: each["time_ns"])
+    first = min(failures, key=lambda each: each["time"], default=None)
+    killed = {int(path.read_text()) for path in folder.rglob(STARTED_FILE)} - {each["rank"] for each in failures}
+    # the agent too kills a worker that will not go, but only after having waited for it
+    if first is None or (killed and time.time() - first["time"] < SHUTDOWN_TIMEOUT_SEC):
+        culprit = rank if rank in killed or not killed else min(killed)
+        by = f" by {failure.signal_name()}" if culprit == rank and failure.exitcode < 0 else ""
+        return WorkerError(f"rank {culprit} was killed{by}; it left no traceback")
     if first["config_error"]:
         return ConfigError(first["message"])
     return WorkerError(f"rank {first['rank']} failed:\n{first['traceback'].rstrip()}")
