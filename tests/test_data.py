@@ -42,12 +42,16 @@ def test_evaluation_counts_each_sample_once(num_samples: int, batch_size: int, w
         assert sorted(i for shard in shards for i in shard) == whole
 
 
-@pytest.mark.parametrize(("world_size", "batch_size"), [(1, 256), (2, 256), (3, 255), (4, 256), (7, 252)])
-def test_ranks_batches_together_are_the_single_process_batch(world_size: int, batch_size: int) -> None:
-    modules = [module(world_size, rank, batch_size=batch_size) for rank in range(world_size)]
-    alone = module(batch_size=batch_size).train_dataloader()
+@pytest.mark.parametrize(
+    ("world_size", "batch_size", "num_train"),
+    [(1, 256, 4500), (2, 256, 4500), (3, 255, 4500), (4, 256, 4500), (7, 252, 4500), (2, 2250, 4499)],
+)
+def test_ranks_batches_together_are_the_single_process_batch(world_size: int, batch_size: int, num_train: int) -> None:
+    sizes = {"batch_size": batch_size, "val_size": 5000 - num_train}
+    modules = [module(world_size, rank, **sizes) for rank in range(world_size)]
+    alone = module(**sizes).train_dataloader()
     loaders = [each.train_dataloader() for each in modules]
-    assert {len(loader) for loader in loaders} == {len(alone)} == {4500 // batch_size}
+    assert {len(loader) for loader in loaders} == {len(alone)} == {num_train // batch_size}
     for epoch in range(2):
         for loader in (alone, *loaders):
             loader.sampler.set_epoch(epoch)
