@@ -158,7 +158,8 @@ def test_gradient_reaches_every_kind_of_output_and_only_the_inputs_that_want_it(
     x, y, z = (torch.randn(4, 3, dtype=torch.float64) for _ in range(3))
     x.requires_grad_()
     z.requires_grad_()
-    rows, mean, _ = parallel(module, 2)(x, y, z)
+    rows, mean, constant = parallel(module, 2)(x, y, z)
+    assert not constant.requires_grad
     (rows.sum() + mean.sum()).backward()
     found = [module.weight.grad.clone(), x.grad.clone()]
     assert y.grad is None
@@ -216,6 +217,31 @@ def test_shared_weights_and_recurrent_layers(parallel: Parallel) -> None:
     expected = gradients(net)
     parallel(net, 3)(x).square().sum().backward()
     torch.testing.assert_close(gradients(net), expected)
+
+
+def test_a_module_that_keeps_its_weights_in_a_list_too(parallel: Parallel) -> None:
+    class Listed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights = [None]
+            self.weight = nn.Parameter(torch.ones(3))
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name == "weight":
+                self.weights[0] = value
+            super().__setattr__(name, value)
+
+        def _replicate_for_data_parallel(self) -> nn.Module:
+            replica = super()._replicate_for_data_parallel()
+            replica.weights = list(self.weights)
+            return replica
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.weights[0]
+
+    module = Listed()
+    parallel(module, 2)(torch.ones(4, 3)).sum().backward()
+    torch.testing.assert_close(module.weight.grad, torch.full((3,), 4.0))
 
 
 @pytest.mark.parametrize("how", ["forward", "backward"])
@@ -381,6 +407,7 @@ def test_a_lightning_module_needs_no_change(tmp_path: Path) -> None:
     assert not trainer._accelerator_connector.is_distributed  # or Lightning injects a sampler that drops half the data
     assert list(model.state_dict()) == names
     assert "forward" not in vars(model)
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("replica")]
     trainer.save_checkpoint(tmp_path / "dp.ckpt")
     assert list(torch.load(tmp_path / "dp.ckpt", weights_only=True)["state_dict"]) == names
 

@@ -192,7 +192,8 @@ def _replicate(
             if parameter is None:
                 replica._parameters[name] = None
             else:
-                setattr(replica, name, weight_of[id(parameter)])  # not into the dict: RNNs keep a list beside it
+                # not into the dict: a module may keep its weights elsewhere too, as torch's RNNs do
+                setattr(replica, name, weight_of[id(parameter)])
         for name, buffer in original._buffers.items():
             replica._buffers[name] = buffer_of.get(id(buffer), buffer)
         for name, child in original._modules.items():
