@@ -15,7 +15,7 @@ from lockstep import tags
 RunJob = Callable[..., dict[str, float]]
 
 # 252 divides by 1, 2, 3; the sample's 500 validation and 1,000 test images do not divide by 3.
-EXACT = ("trainer.precision=64-true", "data.batch_size=252", "trainer.max_epochs=3", "model.optimizer.lr=0.02")
+EXACT = ("trainer.precision=64-true", "data.batch_size=252", "trainer.max_epochs=3")
 STRATEGIES = {
     "single": ("strategy=single",),
     "dp2": ("strategy=dp", "trainer.devices=2"),
@@ -24,8 +24,8 @@ STRATEGIES = {
     "ddp2": ("strategy=ddp", "trainer.devices=2"),
     "ddp3": ("strategy=ddp", "trainer.devices=3"),
 }
-BATCH_NORM = ("model.net._target_=faults.BatchNormNet", "~model.net.channels")
-DROPOUT = ("model.net._target_=faults.DropoutNet", "~model.net.channels")
+BATCH_NORM = ("model.net._target_=faults.BatchNormNet", "~model.net.channels", "~model.net.hidden")
+DROPOUT = ("model.net._target_=faults.DropoutNet", "~model.net.channels", "~model.net.hidden")
 
 
 def curve(tmp_path: Path, run: str, tag: str) -> list[float]:
@@ -56,14 +56,14 @@ def test_losses_and_weights_of_all_strategies_agree_in_float64(run_job: RunJob, 
 def test_only_rounding_separates_the_strategies_in_float32(run_job: RunJob) -> None:
     losses = {}
     for name in ("single", "dp2", "ddp2"):
-        losses[name] = run_job(*STRATEGIES[name], "model.optimizer.lr=0.02", run=name)[tags.TRAIN_LOSS]
+        losses[name] = run_job(*STRATEGIES[name], run=name)[tags.TRAIN_LOSS]
     for name, loss in losses.items():
         assert abs(loss - losses["single"]) <= 1e-4, name
 
 
 @pytest.mark.parametrize("model", [(), BATCH_NORM], ids=["cnn", "batch_norm"])
 def test_one_checkpoint_tests_the_same_everywhere(run_job: RunJob, tmp_path: Path, model: tuple[str, ...]) -> None:
-    run_job(*model, "model.optimizer.lr=0.02", run="source")
+    run_job(*model, run="source")
     checkpoint = f"ckpt_path={tmp_path / 'source' / 'checkpoints' / 'last.ckpt'}"
     results = {}
     for name, strategy in STRATEGIES.items():

@@ -14,29 +14,32 @@ Batch = tuple[Tensor, Tensor]
 
 
 class CNN(nn.Module):
-    """Two convolutions, each followed by max-pooling and ReLU, and one linear layer. No normalisation, no dropout.
+    """Two 5x5 convolutions, each followed by max-pooling and ReLU, and two linear layers: LeNet-5 with ReLU.
 
-    Without batch statistics and random masks the result of a step depends on the whole batch alone, not on how it is
-    shared out: that is what lets the strategies' losses be compared to the last digit.
+    There is no normalisation and no dropout. Without batch statistics and random masks the result of a step depends on
+    the whole batch alone, not on how it is shared out: that is what lets the strategies' losses be compared to the last
+    digit. After LeCun et al., "Gradient-based learning applied to document recognition", 1998.
 
     Args:
         channels: Output channels of the first and the second convolution.
-        kernel_size: Side of both kernels, odd.
+        hidden: Width of the first linear layer.
     """
 
-    def __init__(self, channels: Sequence[int] = (8, 16), kernel_size: int = 5) -> None:
+    def __init__(self, channels: Sequence[int] = (8, 16), hidden: int = 64) -> None:
         super().__init__()
         first, second = channels
-        self.conv1 = nn.Conv2d(1, first, kernel_size, padding=kernel_size // 2)
-        self.conv2 = nn.Conv2d(first, second, kernel_size, padding=kernel_size // 2)
-        self.linear = nn.Linear(second * 7 * 7, 10)
+        self.conv1 = nn.Conv2d(1, first, 5, padding=2)
+        self.conv2 = nn.Conv2d(first, second, 5)
+        self.linear1 = nn.Linear(second * 5 * 5, hidden)
+        self.linear2 = nn.Linear(hidden, 10)
 
     def forward(self, images: Tensor) -> Tensor:
         """(B, 1, 28, 28) -> (B, 10) logits."""
         # pooling first: ReLU commutes with it and then has a quarter of the work
         x = F.relu(F.max_pool2d(self.conv1(images), 2))  # (B, first, 14, 14)
-        x = F.relu(F.max_pool2d(self.conv2(x), 2))  # (B, second, 7, 7)
-        return self.linear(x.flatten(1))
+        x = F.relu(F.max_pool2d(self.conv2(x), 2))  # (B, second, 5, 5)
+        x = F.relu(self.linear1(x.flatten(1)))  # (B, hidden)
+        return self.linear2(x)
 
 
 class LitClassifier(pl.LightningModule):
