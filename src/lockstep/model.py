@@ -26,7 +26,7 @@ class CNN(nn.Module):
         hidden: Width of the first linear layer.
     """
 
-    def __init__(self, channels: Sequence[int] = (8, 16), hidden: int = 64) -> None:
+    def __init__(self, channels: Sequence[int] = (8, 16), hidden: int = 128) -> None:
         super().__init__()
         first, second = channels
         self.conv1 = nn.Conv2d(1, first, 5, padding=2)
