@@ -18,6 +18,7 @@ from lockstep import config, tags
 TRAIN = [sys.executable, str(config.PROJECT / "train.py")]
 SMALL = ["data=mnist_sample", "trainer.accelerator=cpu", "trainer.max_epochs=2", "trainer.log_every_n_steps=5"]
 DDP2 = ["strategy=ddp", "trainer.devices=2"]
+PYTHONPATH = os.pathsep.join(filter(None, (str(config.PROJECT / "tests"), os.environ.get("PYTHONPATH"))))
 
 EVERY_STRATEGY = {
     tags.TRAIN_LOSS,
@@ -42,7 +43,7 @@ PER_STEP = {tags.TRAIN_LOSS_STEP, tags.LR}
 
 
 def run(command: list[str], cwd: Path, timeout: float = 100, **environ: str) -> subprocess.CompletedProcess[str]:
-    env = os.environ | {"PYTHONPATH": str(config.PROJECT / "tests"), "COLUMNS": "100"} | environ
+    env = os.environ | {"PYTHONPATH": PYTHONPATH, "COLUMNS": "100"} | environ
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=timeout, env=env, check=False)
 
 
@@ -171,7 +172,7 @@ def test_a_failing_rank_ends_the_command_with_its_traceback(tmp_path: Path) -> N
 def test_being_stopped_ends_all_workers(tmp_path: Path, number: signal.Signals, returncode: int) -> None:
     note = f"+callbacks.note={{_target_: faults.NotePid, folder: {tmp_path}}}"
     command = [*TRAIN, *SMALL, *DDP2, note, f"hydra.run.dir={tmp_path / 'run'}", "trainer.max_epochs=1000"]
-    env = os.environ | {"PYTHONPATH": str(config.PROJECT / "tests")}
+    env = os.environ | {"PYTHONPATH": PYTHONPATH}
     process = subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     try:
         deadline = time.monotonic() + 60

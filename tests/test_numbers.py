@@ -98,12 +98,12 @@ def test_the_same_command_twice_gives_the_same_bits(run_job: RunJob, tmp_path: P
     torch.testing.assert_close(weights(tmp_path, "first"), weights(tmp_path, "second"), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("model", [(), DROPOUT], ids=["cnn", "dropout"])
+@pytest.mark.parametrize("options", [(), DROPOUT, ("trainer.precision=64-true",)], ids=["cnn", "dropout", "float64"])
 @pytest.mark.parametrize("strategy", ["single", "ddp2"])
 def test_resumed_at_an_epochs_end_gives_the_same_bits(
-    run_job: RunJob, tmp_path: Path, strategy: str, model: tuple[str, ...]
+    run_job: RunJob, tmp_path: Path, strategy: str, options: tuple[str, ...]
 ) -> None:
-    job = (*STRATEGIES[strategy], *model, "trainer.max_epochs=3")
+    job = (*STRATEGIES[strategy], *options, "trainer.max_epochs=3")
     whole = run_job(*job, run="whole")
     with pytest.raises(Exception, match="broken on purpose"):
         # 17 steps an epoch: broken in the third
