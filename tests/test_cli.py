@@ -51,6 +51,18 @@ def train(cwd: Path, *overrides: str, **environ: str) -> subprocess.CompletedPro
     return run([*TRAIN, *SMALL, f"hydra.run.dir={cwd / 'run'}", *overrides], cwd, **environ)
 
 
+def processes_in(folder: Path) -> list[str]:
+    """The command lines of all processes whose working directory this is."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if os.readlink(process / "cwd") == str(folder):
+                found.append((process / "cmdline").read_text().replace("\0", " "))
+        except OSError:
+            continue  # it has ended meanwhile
+    return found
+
+
 def scalars(folder: Path) -> dict[str, list[int]]:
     """Each tag's steps, from the run's one event file."""
     (events,) = folder.rglob("events.out.tfevents.*")
@@ -134,6 +146,7 @@ def test_looking_and_mistyping_are_answered_at_once(
         seconds.append(time.monotonic() - start)
         assert result.returncode == returncode
         assert expected in result.stdout + result.stderr
+        assert processes_in(tmp_path) == []
     assert min(seconds) < 1.5
     if returncode:
         assert all(option in result.stderr for option in ("single", "dp", "ddp"))
@@ -166,6 +179,7 @@ def test_a_failing_rank_ends_the_command_with_its_traceback(tmp_path: Path) -> N
     assert result.stderr.endswith("RuntimeError: broken on purpose\n")
     assert result.stderr.count("Traceback") == 1
     assert not (tmp_path / "run" / "metrics.json").exists()
+    assert processes_in(tmp_path) == []
 
 
 @pytest.mark.parametrize(("number", "returncode"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
