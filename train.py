@@ -10,9 +10,10 @@
 
 Two machines, the same command on each, HOST being the first:
 
-    python train.py strategy=ddp trainer.num_nodes=2 launch.rdzv_endpoint=HOST:29400 launch.rdzv_id=NAME
+    python train.py strategy=ddp trainer.num_nodes=2 launch.rdzv_endpoint=HOST:29400
 """
 
+import logging
 import sys
 import time
 from pathlib import Path
@@ -26,9 +27,12 @@ if __name__ == "__main__":
     launcher = launch.external_launcher()
     if launcher is None and not INSPECTING & set(sys.argv):
         launch.start_forkserver()  # first of all: its imports take longer than everything below
-    if launcher is not None and launcher[2] > 0:
-        # rank 0 of a torchrun writes the run's folder; the others write nothing
-        sys.argv += ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=none"]
+    if launcher is not None:
+        name, _, rank = launcher
+        if {"-m", "--multirun"} & set(sys.argv):
+            sys.exit(f"error: {name} starts one job; allowed: the sweep without {name}" if rank == 0 else 1)
+        if rank > 0:  # rank 0 writes the run's folder; the others write nothing
+            sys.argv += ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=none"]
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -36,6 +40,8 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from lockstep import config, report
+
+log = logging.getLogger(__name__)
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
@@ -47,9 +53,11 @@ def main(cfg: DictConfig) -> float | None:
         config.check(cfg)
         metrics = launch.run("lockstep.training:train", cfg)
     except (config.ConfigError, launch.WorkerError) as error:
+        log.error(error)
+        print(f"error: {error}", file=sys.stderr)
         if sweep:
-            raise  # Hydra reports the job and goes on with the next
-        raise SystemExit(f"error: {error}") from None
+            raise  # Hydra goes on with the next job, and ends the sweep with an exit code that is not 0
+        sys.exit(1)
     if metrics is None:  # rank 0 is on another node
         return None
     report.print_result(metrics, Path(cfg.run_dir))

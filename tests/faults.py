@@ -132,3 +132,10 @@ def process(cfg: DictConfig) -> dict[str, int]:
 def accelerator(cfg: DictConfig) -> str:
     """The accelerator that training would choose; run in place of training."""
     return training.accelerator(cfg)
+
+
+def rank_one_first(cfg: DictConfig) -> None:
+    """Rank 1 is done; then rank 0 fails. Run in place of training."""
+    if os.environ["RANK"] == "0":
+        time.sleep(1)
+        raise OSError("broken on purpose")

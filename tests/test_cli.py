@@ -187,17 +187,20 @@ def test_being_stopped_ends_all_workers(tmp_path: Path, number: signal.Signals, 
     note = f"+callbacks.note={{_target_: faults.NotePid, folder: {tmp_path}}}"
     command = [*TRAIN, *SMALL, *DDP2, note, f"hydra.run.dir={tmp_path / 'run'}", "trainer.max_epochs=1000"]
     env = os.environ | {"PYTHONPATH": PYTHONPATH}
-    process = subprocess.Popen(command, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        command, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
     try:
         deadline = time.monotonic() + 60
         while len(pids := list(tmp_path.glob("[0-9]*"))) < 2 and time.monotonic() < deadline:
             time.sleep(0.1)
         process.send_signal(number)
-        assert process.wait(timeout=30) == returncode
+        _, stderr = process.communicate(timeout=30)
     finally:
         process.kill()
-        process.wait()
-        process.stderr.close()
+        process.communicate()
+    assert process.returncode == returncode
+    assert stderr == f"stopped by {number.name}\n"
     assert len(pids) == 2
     for path in pids:
         with pytest.raises(ProcessLookupError):
@@ -227,3 +230,24 @@ def test_a_sweep_trains_each_job_once(tmp_path: Path) -> None:
         assert (job / "metrics.json").exists()
         assert len(list(job.rglob("events.out.tfevents.*"))) == 1
         assert len(re.findall(f"^{strategy}: ", result.stdout, re.MULTILINE)) == 1
+
+
+def test_every_failing_job_of_a_sweep_says_so_and_the_others_run(tmp_path: Path) -> None:
+    command = [*TRAIN, "-m", "data.batch_size=9999,256,8888", *SMALL, "trainer.limit_train_batches=2"]
+    result = run([*command, f"hydra.sweep.dir={tmp_path / 'sweep'}", "trainer.enable_progress_bar=false"], tmp_path)
+    assert result.returncode == 1
+    for job, batch_size in ((0, 9999), (2, 8888)):
+        message = f"data.batch_size={batch_size}; allowed: up to the 4500 training images"
+        assert f"error: {message}\n" in result.stderr
+        assert message in (tmp_path / "sweep" / str(job) / "train.log").read_text()
+    assert (tmp_path / "sweep" / "1" / "metrics.json").exists()
+
+
+def test_a_sweep_under_torchrun_is_refused(tmp_path: Path) -> None:
+    worker = {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2"}
+    first = run([*TRAIN, "-m", "strategy=single,dp"], tmp_path, RANK="0", **worker)
+    assert first.returncode == 1
+    assert first.stderr == "error: torchrun starts one job; allowed: the sweep without torchrun\n"
+    second = run([*TRAIN, "-m", "strategy=single,dp"], tmp_path, RANK="1", **worker)
+    assert (second.returncode, second.stderr) == (1, "")
+    assert list(tmp_path.iterdir()) == []

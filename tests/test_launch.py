@@ -1,9 +1,11 @@
 """Workers get the launcher's environment, failures are told well, and the process is afterwards what it was."""
 
+import multiprocessing
 import os
 import signal
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +59,11 @@ def test_an_error_in_one_rank_ends_the_job_with_its_traceback(run_job: RunJob, r
     assert message.count("Traceback") == 1
 
 
+def test_a_rank_that_was_done_is_not_blamed(run_job: RunJob) -> None:
+    with pytest.raises(WorkerError, match=r"^rank 0 failed:\nTraceback[\s\S]*OSError: broken on purpose$"):
+        run_job(*DDP2, function="faults:rank_one_first")
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank_is_named(run_job: RunJob, rank: int) -> None:
     with pytest.raises(WorkerError, match=f"rank {rank} was killed"):
@@ -82,9 +89,70 @@ def test_a_refused_config_is_one_line(run_job: RunJob) -> None:
         run_job(*DDP2, "data.batch_size=4600")
 
 
-def test_lightnings_refusals_are_one_line_too(run_job: RunJob) -> None:
-    with pytest.raises(ConfigError, match="sync_batchnorm=True"):
-        run_job("strategy=dp", "trainer.sync_batchnorm=true")
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["strategy=dp", "trainer.sync_batchnorm=true"], "sync_batchnorm=True"),
+        (["trainer.precision=foo"], "trainer: Precision 'foo' is invalid"),
+        (["trainer.accelerator=foo"], "trainer: .*accelerator='foo'"),
+        (["trainer.barebones=true"], "trainer: .*barebones=True"),
+        (["+trainer.epochs=3"], "trainer: .*unexpected keyword argument 'epochs'"),
+        (["trainer.limit_train_batches=0"], "model.scheduler needs .*trainer.limit_train_batches above 0"),
+        (["trainer.max_epochs=-1", "trainer.max_time=00:00:01:00"], "set trainer.max_epochs or trainer.max_steps"),
+    ],
+)
+def test_lightnings_refusals_are_one_line_too(run_job: RunJob, overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as refusal:
+        run_job(*overrides)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["trainer.enable_checkpointing=false"],
+        ["trainer.log_every_n_steps=0"],
+        ["trainer.accumulate_grad_batches=2", *DDP2],
+        ["trainer.accumulate_grad_batches=3", "trainer.gradient_clip_val=1", "strategy=dp", "trainer.devices=2"],
+        ["trainer.fast_dev_run=true"],
+        ["trainer.limit_val_batches=0"],
+        ["trainer.precision=bf16-mixed", *DDP2],
+        ["trainer.overfit_batches=2"],
+        ["~logger"],
+        ["~callbacks.epoch_monitor", "~callbacks.best"],
+        ["model.scheduler=null"],
+    ],
+    ids=lambda overrides: " ".join(overrides),
+)
+def test_lightnings_options_work(run_job: RunJob, overrides: list[str]) -> None:
+    metrics = run_job(*overrides)
+    assert "~callbacks.epoch_monitor" in overrides or 0 <= metrics[tags.TEST_ACC] <= 1
+
+
+def test_nodes_that_do_not_meet_are_told(run_job: RunJob, free_port: int) -> None:
+    nodes = ("trainer.num_nodes=2", "strategy=ddp", "trainer.devices=1", "launch.local_addr=127.0.0.1")
+    endpoint = f"launch.rdzv_endpoint=127.0.0.1:{free_port}"
+    with pytest.raises(WorkerError, match=f"2 nodes did not meet at launch.rdzv_endpoint=127.0.0.1:{free_port}"):
+        run_job(*nodes, endpoint, "launch.timeout_sec=3", function="faults:environment")
+
+
+def test_nodes_meet_without_resolving_a_name(make_config: Callable[..., Any], free_port: int) -> None:
+    """Two nodes on one machine, the second as a process of its own; the endpoint is node 0's address."""
+    nodes = ("trainer.num_nodes=2", "strategy=ddp", "trainer.devices=1", f"launch.rdzv_endpoint=127.0.0.1:{free_port}")
+    host = make_config(*nodes, "launch.local_addr=127.0.0.1")
+    guest = make_config(*nodes, "launch.local_addr=127.0.0.2")
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        other = pool.submit(launch.run, "faults:environment", guest)
+        results = [launch.run("faults:environment", host), other.result(timeout=60)]
+    (environment,) = (result for result in results if result is not None)  # from the node with rank 0
+    assert environment["WORLD_SIZE"] == "2"
+
+
+def test_a_checkpoint_of_another_model_is_refused(run_job: RunJob, tmp_path: Path) -> None:
+    run_job("trainer.max_steps=1", run="source")
+    path = tmp_path / "source" / "checkpoints" / "last.ckpt"
+    with pytest.raises(ConfigError, match=r"is of another model: .* has shape \(8.*\) there and \(4.*\) here"):
+        run_job(f"ckpt_path={path}", "model.net.channels=[4, 16]")
 
 
 def test_more_gpus_than_there_are(run_job: RunJob) -> None:

@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lockstep import tags
+from lockstep.data import MNISTSampleDataModule
+from lockstep.model import CNN, LitClassifier
 
 RunJob = Callable[..., dict[str, float]]
 
@@ -138,6 +141,33 @@ def test_resuming_for_longer_stretches_the_schedule(run_job: RunJob, tmp_path: P
     # Past the top of a cycle over 51 steps, and down to its end. The first step still has the old cycle's last rate.
     assert rates[1] == max(rates[1:])
     assert rates[-1] < 1e-4
+
+
+@pytest.mark.parametrize(
+    "options",
+    [("trainer.val_check_interval=0.5",), ("trainer.check_val_every_n_epoch=2",), ("trainer.max_steps=40",)],
+    ids=lambda options: options[0],
+)
+def test_checkpoints_of_unusual_rhythms_resume(run_job: RunJob, tmp_path: Path, options: tuple[str, ...]) -> None:
+    run_job(*options, "trainer.max_epochs=3", run="source")
+    for name in ("best", "last"):
+        checkpoint = tmp_path / "source" / "checkpoints" / f"{name}.ckpt"
+        metrics = run_job(*options, "trainer.max_epochs=4", "trainer.max_steps=60", f"ckpt_path={checkpoint}", run=name)
+        assert 0.3 < metrics[tags.TEST_ACC] <= 1
+        assert (tmp_path / name / "checkpoints" / "last.ckpt").exists()
+
+
+def test_a_checkpoint_with_nothing_left_to_train_is_tested_itself(run_job: RunJob, tmp_path: Path) -> None:
+    run_job(run="source")
+    (tmp_path / "source").rename(tmp_path / "moved")
+    (tmp_path / "moved" / "checkpoints" / "best.ckpt").unlink()
+    path = tmp_path / "moved" / "checkpoints" / "last.ckpt"
+    model = LitClassifier.load_from_checkpoint(path, net=CNN(), optimizer=torch.optim.SGD)
+    _, test = MNISTSampleDataModule().load()
+    datamodule = MNISTSampleDataModule()
+    datamodule.trainer = SimpleNamespace(lightning_module=model)
+    outputs = model.eval().validation_step(datamodule.on_after_batch_transfer(test[:], 0), 0)
+    assert run_job(f"ckpt_path={path}")[tags.TEST_ACC] == outputs["acc"].double().mean().item()
 
 
 def test_a_checkpoint_holds_the_config_and_opens_weights_only(run_job: RunJob, tmp_path: Path) -> None:

@@ -141,7 +141,8 @@ class EpochMonitor(pl.Callback):
     | `train/loss` | sample-weighted mean of the epoch over all ranks | epoch |
     | `train/loss_rank_<r>` | rank r's own mean: what DDP alone would show | epoch |
     | `val/*`, `test/*` | mean over all samples of each value that the step returns | epoch |
-    | `train/loss_step`, `lr` | every `log_every_n_steps`: mean over all ranks; the step's learning rate | global step |
+    | `train/loss_step`, `lr` | every `log_every_n_steps`: mean over all ranks of the step's last batch; its learning
+    rate | global step |
     | `time/epoch_sec`, `time/epoch_sec_fastest_rank` | training only, slowest and fastest rank, s | epoch |
     | `time/val_sec` | validation, s | epoch |
     | `time/startup_sec` | from the command's start to the first training batch, s | once |
@@ -172,6 +173,8 @@ class EpochMonitor(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._phases = PhaseTimer.on(trainer.strategy.root_device)
         self._lr = float("nan")
+        # Lightning leaves `on_train_epoch_start` out when it resumes within an epoch or at its very end.
+        self.on_train_epoch_start(trainer, pl_module)
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -217,13 +220,16 @@ class EpochMonitor(pl.Callback):
         loss = outputs["loss"].detach() * trainer.accumulate_grad_batches  # Lightning has divided it
         self._sums.add({"loss": loss}, extract_batch_size(batch))
         # with accumulation, the batches that follow a step see its number too
-        if trainer.global_step != self._logged_step and trainer.global_step % trainer.log_every_n_steps == 0:
-            self._logged_step = trainer.global_step
-            self._steps[trainer.global_step] = (loss, self._lr)
+        every, step = trainer.log_every_n_steps, trainer.global_step
+        if every and step != self._logged_step and step % every == 0:
+            self._logged_step = step
+            self._steps[step] = (loss, self._lr)
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._pause_clock(trainer)
+        if self._num_batches == 0:  # the same on all ranks: nothing was left of the epoch that was resumed
+            return
         # Every rank takes part in the two collectives; only the write is rank 0's.
         loss, step_losses = self._all_reduce_losses(trainer)
         ranks = self._gather_ranks(trainer)

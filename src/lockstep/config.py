@@ -70,21 +70,25 @@ def check(cfg: DictConfig) -> None:
         "strategy.processes",
     ):
         _check_count(cfg, key, minimum=1)
-    for key in ("launch.max_restarts", "data.num_workers", "seed"):
+    for key in ("launch.max_restarts", "data.num_workers"):
         _check_count(cfg, key, minimum=0)
-    if cfg.launch.threads_per_process is not None:
-        _check_count(cfg, "launch.threads_per_process", minimum=1)
+    for key in ("launch.threads_per_process", "data.val_size"):
+        if OmegaConf.select(cfg, key) is not None:
+            _check_count(cfg, key, minimum=1)
+    _check_count(cfg, "seed", minimum=0, maximum=2**32 - 1)  # what NumPy can be seeded with
     _check_sizes(cfg)
     _check_checkpoint(cfg.ckpt_path)
     _check_choice(cfg, "launch.start_method", ("forkserver", "spawn"))
     _check_choice(cfg, "optimized_metric", tags.FINAL)
 
 
-def _check_count(cfg: DictConfig, key: str, minimum: int) -> None:
+def _check_count(cfg: DictConfig, key: str, minimum: int, maximum: int | None = None) -> None:
     value = OmegaConf.select(cfg, key)
     # bool is an int in Python, and nobody means `devices=true` as 1
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
         raise ConfigError(f"{key}={value}; allowed: a whole number >= {minimum}")
+    if maximum is not None and value > maximum:
+        raise ConfigError(f"{key}={value}; allowed: up to {maximum}")
 
 
 def _check_choice(cfg: DictConfig, key: str, allowed: tuple[str, ...]) -> None:
@@ -111,6 +115,12 @@ def _check_sizes(cfg: DictConfig) -> None:
             " the same on every node"
         )
     per_process_batch_size("data.batch_size", cfg.data.batch_size, world_size(cfg))
+    if cfg.trainer.overfit_batches and world_size(cfg) > 1:
+        # Lightning would put one sequential sampler in the place of ours, and all ranks would see the same samples
+        raise ConfigError(
+            f"trainer.overfit_batches={cfg.trainer.overfit_batches} with {world_size(cfg)} processes;"
+            " allowed: 0, or one process"
+        )
 
 
 def _check_checkpoint(path: str | None) -> None:

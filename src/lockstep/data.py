@@ -126,11 +126,12 @@ class MNISTDataModule(pl.LightningDataModule):
         self.val_size = val_size
         self.num_workers = num_workers
         self.seed = seed
-        self.source = "files"
+        self.source: str | None = None  # where the images came from, once they are there
 
     def prepare_data(self) -> None:
-        """Lightning calls this on one process per node, while the others wait at a barrier."""
-        self.source = fetch(self.root)
+        """Lightning calls this before `fit` and `test`, on one process per node, while the others wait at a barrier."""
+        if self.source is None:
+            self.source = fetch(self.root)
 
     def load(self) -> tuple[Images, Images]:
         """The official training and test sets."""

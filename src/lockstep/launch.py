@@ -70,6 +70,12 @@ def external_launcher(environ: dict[str, str] | os._Environ[str] = os.environ) -
     return None
 
 
+def rank() -> int:
+    """This process's rank in its job: 0 for the only one."""
+    launcher = external_launcher()
+    return launcher[2] if launcher is not None else 0
+
+
 def run(function: str, cfg: DictConfig) -> Any:
     """Call a function in every worker process and return what rank 0's call returned.
 
@@ -107,20 +113,20 @@ def _run_in_workers(function: str, config: dict[str, Any]) -> Any:
     # here and not above: these import torch, which a mistyped command line must not wait for
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous.api import RendezvousError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    for name in ("torch.distributed.elastic", "torch.multiprocessing"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)  # what they say about a failure is said below, once
+    _silence("torch.distributed.elastic", "torch.multiprocessing")
     launch, num_nodes = config["launch"], config["trainer"]["num_nodes"]
     with tempfile.TemporaryDirectory(prefix="lockstep-") as folder, _restored_process_state():
         launch_config = LaunchConfig(
             min_nodes=num_nodes,
             max_nodes=num_nodes,
             nproc_per_node=launch["nproc_per_node"],
-            run_id=launch["rdzv_id"] or f"lockstep-{os.getpid()}",
+            run_id=launch["rdzv_id"] or "lockstep",
             rdzv_backend="c10d",
             rdzv_endpoint=launch["rdzv_endpoint"] or "localhost:0",
-            rdzv_configs={"timeout": launch["timeout_sec"]},
+            rdzv_configs=_rendezvous_options(launch),
             local_addr=launch["local_addr"] or ("localhost" if num_nodes == 1 else None),
             max_restarts=launch["max_restarts"],
             monitor_interval=0.1,
@@ -132,10 +138,28 @@ def _run_in_workers(function: str, config: dict[str, Any]) -> Any:
             results = elastic_launch(launch_config, _work)(function, config)
         except ChildFailedError as error:
             raise _first_failure(Path(folder), *error.get_first_failure()) from None
+        except RendezvousError as error:
+            endpoint = launch["rdzv_endpoint"]
+            raise WorkerError(f"{num_nodes} nodes did not meet at launch.rdzv_endpoint={endpoint}: {error}") from None
         except SignalException as stop:
             print(f"stopped by {signal.Signals(stop.sigval).name}", file=sys.stderr)
             raise SystemExit(128 + stop.sigval) from None
     return results.get(0)
+
+
+def _rendezvous_options(launch: dict[str, Any]) -> dict[str, Any]:
+    options = {"join_timeout": launch["timeout_sec"], "read_timeout": launch["timeout_sec"]}
+    if launch["local_addr"] is not None and launch["rdzv_endpoint"] is not None:
+        # said rather than looked up: the host names of such a network do not resolve
+        options["is_host"] = launch["local_addr"] == launch["rdzv_endpoint"].rpartition(":")[0]
+    return options
+
+
+def _silence(*packages: str) -> None:
+    """What they have to say about a failure is said here, once. Torch gives each of its loggers a level of its own."""
+    for name in [*logging.root.manager.loggerDict, *packages]:
+        if name.startswith(packages):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 @contextmanager
@@ -153,13 +177,16 @@ def _restored_process_state() -> Iterator[None]:
 
 
 def _work(function: str, config: dict[str, Any]) -> Any:
-    """One worker's life. It leaves a file when it starts, and one that says why when it fails."""
+    """One worker's life. It leaves a file while it runs, and one that says why when it fails."""
     folder, rank = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent, int(os.environ["RANK"])
     signal.signal(signal.SIGTERM, _exit_once())
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    (folder / STARTED_FILE).write_text(str(rank))
+    started = folder / STARTED_FILE
+    started.write_text(str(rank))
     try:
-        return pkgutil.resolve_name(function)(OmegaConf.create(config))
+        result = pkgutil.resolve_name(function)(OmegaConf.create(config))
+        started.unlink()
+        return result
     except BaseException as error:
         failure = {
             "time": time.time(),

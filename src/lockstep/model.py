@@ -5,6 +5,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -88,7 +89,13 @@ class LitClassifier(pl.LightningModule):
         optimizer = self.optimizer(self.parameters())
         if self.scheduler is None:
             return optimizer
-        scheduler = self.scheduler(optimizer, total_steps=self.trainer.estimated_stepping_batches)
+        total_steps = self.trainer.estimated_stepping_batches
+        if not 0 < total_steps < float("inf"):
+            raise MisconfigurationException(
+                f"model.scheduler needs the run's number of steps, which is {total_steps}; set trainer.max_epochs or"
+                " trainer.max_steps, and trainer.limit_train_batches above 0, or model.scheduler=null"
+            )
+        scheduler = self.scheduler(optimizer, total_steps=total_steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -4,7 +4,7 @@ Every tag is `stage/quantity`, with the unit at the end where there is one.
 """
 
 TRAIN_LOSS = "train/loss"  # sample-weighted mean of the epoch over all ranks
-TRAIN_LOSS_STEP = "train/loss_step"  # one step's mean over all ranks, every `log_every_n_steps`
+TRAIN_LOSS_STEP = "train/loss_step"  # every `log_every_n_steps`: mean over all ranks, of the step's last batch
 TRAIN_LOSS_RANK = "train/loss_rank_{rank}"  # one rank's own mean: what DDP alone would show
 LR = "lr"  # of the step just taken
 VAL_LOSS = "val/loss"

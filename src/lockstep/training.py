@@ -11,11 +11,11 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from hydra.utils import instantiate
-from lightning.pytorch.callbacks import LambdaCallback, ProgressBar
+from lightning.pytorch.callbacks import Checkpoint, LambdaCallback, ProgressBar
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 
-from lockstep import report, tags
+from lockstep import launch, report, tags
 from lockstep.callbacks import EpochMonitor
 from lockstep.config import ConfigError, replicas, world_size
 from lockstep.loggers import RunLogger
@@ -54,7 +54,7 @@ def train(cfg: DictConfig) -> dict[str, float]:
         with trainer.precision_plugin.tensor_init_context():
             model = instantiate(cfg.model, _convert_="all")
         model.save_hyperparameters(OmegaConf.to_container(cfg), logger=False)
-        check_checkpoint(cfg.ckpt_path)
+        check_checkpoint(cfg.ckpt_path, model)
         trainer.fit(model, datamodule, ckpt_path=cfg.ckpt_path, weights_only=True)
         trainer.test(model, datamodule, ckpt_path=best_checkpoint(trainer), weights_only=True, verbose=False)
     except MisconfigurationException as error:
@@ -71,7 +71,7 @@ def set_up_process(cfg: DictConfig) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"lightning\.")
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
-    if int(os.environ.get("RANK", 0)) == 0:
+    if launch.rank() == 0:
         log_to(Path(cfg.run_dir))
 
 
@@ -92,7 +92,9 @@ def num_threads(cfg: DictConfig) -> int:
     """Intra-op threads of one replica: an even share of this machine's cores."""
     if cfg.launch.threads_per_process is not None:
         return cfg.launch.threads_per_process
-    return max(1, len(os.sched_getaffinity(0)) // (cfg.launch.nproc_per_node * replicas(cfg)))
+    # macOS cannot tell which cores this process may use
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // (cfg.launch.nproc_per_node * replicas(cfg)))
 
 
 def accelerator(cfg: DictConfig) -> str:
@@ -115,15 +117,21 @@ def accelerator(cfg: DictConfig) -> str:
 def build_trainer(cfg: DictConfig) -> pl.Trainer:
     """The Trainer, its logger, its callbacks and the strategy's plugin, all from the config."""
     callbacks = [instantiate(callback) for callback in cfg.callbacks.values()]
-    if not cfg.trainer.enable_progress_bar:  # Lightning refuses the contradiction instead
-        callbacks = [callback for callback in callbacks if not isinstance(callback, ProgressBar)]
+    # Lightning refuses the contradiction instead
+    switches = {ProgressBar: cfg.trainer.enable_progress_bar, Checkpoint: cfg.trainer.enable_checkpointing}
+    unwanted = tuple(kind for kind, wanted in switches.items() if not wanted)
+    callbacks = [callback for callback in callbacks if not isinstance(callback, unwanted)]
     callbacks.append(LambdaCallback(on_train_start=lambda trainer, _: announce(cfg, trainer)))
     options: dict[str, Any] = OmegaConf.to_container(cfg.trainer) | {
         "accelerator": accelerator(cfg),
         "devices": cfg.strategy.devices,
         "strategy": instantiate(cfg.strategy).plugin,  # a name or an object
     }
-    return pl.Trainer(**options, callbacks=callbacks, logger=instantiate(cfg.logger))
+    logger = instantiate(cfg.logger) if "logger" in cfg else False  # `~logger` on the command line
+    try:
+        return pl.Trainer(**options, callbacks=callbacks, logger=logger)
+    except (TypeError, ValueError) as error:  # what the Trainer says of its arguments names them
+        raise ConfigError(f"trainer: {' '.join(str(error).split())}") from error
 
 
 def announce(cfg: DictConfig, trainer: pl.Trainer) -> None:
@@ -146,8 +154,8 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def check_checkpoint(path: str | None) -> None:
-    """Refuse a file that Lightning could not resume from.
+def check_checkpoint(path: str | None, model: pl.LightningModule) -> None:
+    """Refuse a file that Lightning could not resume this model from.
 
     Raises:
         ConfigError: Naming `ckpt_path`.
@@ -161,11 +169,24 @@ def check_checkpoint(path: str | None) -> None:
         raise ConfigError(f"ckpt_path={path} is not a checkpoint that can be opened weights-only ({reason})") from error
     if not isinstance(checkpoint, dict) or not {"state_dict", "optimizer_states", "loops"} <= checkpoint.keys():
         raise ConfigError(f"ckpt_path={path} is not a checkpoint of a training run; allowed: last.ckpt or best.ckpt")
+    states = (checkpoint["state_dict"], model.state_dict())
+    there, here = ({name: tuple(value.shape) for name, value in state.items()} for state in states)
+    if there != here:
+        name = min(name for name, _ in there.items() ^ here.items())
+        raise ConfigError(
+            f"ckpt_path={path} is of another model: {name} has shape {there.get(name)} there and {here.get(name)} here;"
+            " allowed: a checkpoint of the same model"
+        )
 
 
 def best_checkpoint(trainer: pl.Trainer) -> str | None:
-    """Where the best weights lie; None, the weights at hand, where no checkpoint was written."""
-    return getattr(trainer.checkpoint_callback, "best_model_path", None) or None
+    """Where this run's best weights lie; None, the weights at hand, where it has written none.
+
+    A resumed ModelCheckpoint still knows the best file of the run that it was resumed from; that is not this run's.
+    """
+    callback = trainer.checkpoint_callback
+    best = getattr(callback, "best_model_path", "")
+    return best if best and Path(best).parent == Path(callback.dirpath) else None
 
 
 def finish(cfg: DictConfig, trainer: pl.Trainer) -> dict[str, float]:
@@ -186,6 +207,13 @@ def write_whole(path: Path, text: str) -> None:
     unfinished.replace(path)
 
 
+def model_name(cfg: DictConfig) -> str:
+    """The network's class and its arguments, such as `CNN(channels=[8, 16], hidden=128)`."""
+    net = OmegaConf.to_container(cfg.model.get("net", cfg.model))
+    name = net.pop("_target_").rpartition(".")[2]
+    return f"{name}({', '.join(f'{key}={value}' for key, value in net.items())})"
+
+
 def log_hyperparameters(cfg: DictConfig, trainer: pl.Trainer, metrics: dict[str, float]) -> None:
     """One row of TensorBoard's HParams page: what tells runs apart against what is compared."""
     params = {
@@ -195,7 +223,7 @@ def log_hyperparameters(cfg: DictConfig, trainer: pl.Trainer, metrics: dict[str,
         "global_batch_size": cfg.data.batch_size,
         "per_process_batch_size": cfg.data.batch_size // world_size(cfg),
         "threads": num_threads(cfg),
-        "model": f"{cfg.model.net['_target_'].rpartition('.')[2]} {cfg.model.net.get('channels', '')}".strip(),
+        "model": model_name(cfg),
         "seed": cfg.seed,
     }
     for logger in trainer.loggers:
