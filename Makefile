@@ -3,9 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
+MODEL ?= cnn
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test lint format tensorboard clean
+.PHONY: help setup train compare test lint format tensorboard clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -14,6 +15,9 @@ setup: $(VENV)/.installed ## make .venv and install what a run needs
 
 train: $(VENV)/.installed ## train MNIST with two processes; options in ARGS="..."
 	$(BIN)/python train.py strategy=ddp trainer.devices=2 $(ARGS)
+
+compare: $(VENV)/.installed ## single, dp and ddp side by side, three repeats; MODEL=cnn_wide for more arithmetic
+	$(BIN)/python train.py -m +experiment=dp_vs_ddp model=$(MODEL) $(ARGS)
 
 test: lint ## ruff and pytest; options for pytest in ARGS="..."
 	$(BIN)/python -m pytest $(ARGS)

@@ -44,10 +44,16 @@ from lockstep import config, report
 log = logging.getLogger(__name__)
 
 
+sweep_dir: Path | None = None  # of the sweep that this command is, once it has begun
+
+
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
 def main(cfg: DictConfig) -> float | None:
+    global sweep_dir
     sweep = HydraConfig.get().mode == RunMode.MULTIRUN
-    if not sweep:
+    if sweep:
+        sweep_dir = Path(HydraConfig.get().sweep.dir)
+    else:
         cfg.launch.started_at = STARTED_AT
     try:
         config.check(cfg)
@@ -65,4 +71,8 @@ def main(cfg: DictConfig) -> float | None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    finally:  # a failed job ends the command with an exception; what the others did is compared all the same
+        if sweep_dir is not None:
+            report.write_comparison([sweep_dir], sweep_dir)

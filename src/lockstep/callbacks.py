@@ -149,6 +149,7 @@ class EpochMonitor(pl.Callback):
     | `time/epoch_sec_median` | of the epochs but the first, s | once |
     | `throughput/samples_per_sec` (and `_median`) | global, of the epoch, 1/s | epoch |
     | `phase/{data,forward,backward,optimizer}_sec` | mean per step over the ranks, s | epoch |
+    | `dp/{scatter,replicate,gather,reduce}_sec` | per step, inside forward and backward, s; under dp only | epoch |
     | `comm/all_reduce_sec`, `comm/overlap_fraction` | per step, from DDP's logging data; under DDP only | epoch |
 
     Args:
@@ -182,6 +183,7 @@ class EpochMonitor(pl.Callback):
         self._num_batches = 0
         self._steps: dict[int, tuple[Tensor, float]] = {}  # global step -> this rank's loss, learning rate
         self._train_seconds = 0.0
+        self._inner_seconds: dict[str, float] = defaultdict(float)
         self._resume_clock(trainer)
 
     @override
@@ -251,6 +253,7 @@ class EpochMonitor(pl.Callback):
 
     def _resume_clock(self, trainer: pl.Trainer) -> None:
         _synchronize(trainer.strategy.root_device)
+        _inner_seconds(trainer)  # what the strategy did since the clock stood still was not training
         self._segment_start = time.perf_counter()
         self._phases.start()
 
@@ -261,6 +264,8 @@ class EpochMonitor(pl.Callback):
         self._train_seconds += time.perf_counter() - self._segment_start
         self._segment_start = None
         self._phases.stop()
+        for tag, seconds in _inner_seconds(trainer).items():
+            self._inner_seconds[tag] += seconds
 
     def _all_reduce_losses(self, trainer: pl.Trainer) -> tuple[float, list[float]]:
         """The epoch's mean over all ranks, and that of each logged step, in one SUM."""
@@ -279,6 +284,7 @@ class EpochMonitor(pl.Callback):
             "num_samples": self._sums.num_samples,
             "train_sec": self._train_seconds,
             **{phase: seconds / self._num_batches for phase, seconds in self._phases.totals().items()},
+            **{tag: seconds / self._num_batches for tag, seconds in self._inner_seconds.items()},
             **_ddp_comm(trainer),
         }
         device = trainer.strategy.root_device
@@ -303,7 +309,8 @@ class EpochMonitor(pl.Callback):
         }
         metrics |= {tags.TRAIN_LOSS_RANK.format(rank=rank): loss for rank, loss in enumerate(by_name["loss"])}
         metrics |= {tags.PHASE_SEC.format(phase=phase): _mean(by_name[phase]) for phase in tags.PHASES}
-        metrics |= {tag: _mean(by_name[tag]) for tag in (tags.ALL_REDUCE_SEC, tags.OVERLAP_FRACTION) if tag in by_name}
+        inner = (*tags.INNER_PHASES, tags.OVERLAP_FRACTION)
+        metrics |= {tag: _mean(by_name[tag]) for tag in inner if tag in by_name}
         if len(self._epoch_seconds) == 1 and self._startup_seconds is not None:
             metrics[tags.STARTUP_SEC] = self._startup_seconds
         return metrics
@@ -370,6 +377,11 @@ def _write(trainer: pl.Trainer, metrics: dict[str, float], step: int) -> None:
 
 def _mean(values: list[float]) -> float:
     return sum(values) / len(values)
+
+
+def _inner_seconds(trainer: pl.Trainer) -> dict[str, float]:
+    """What the strategy has added inside the phases since it was last asked, s by tag; empty for most strategies."""
+    return getattr(trainer.strategy, "take_phase_seconds", dict)()
 
 
 def _ddp_comm(trainer: pl.Trainer) -> dict[str, float]:

@@ -2,10 +2,26 @@
 
 from typing import Any
 
+from lightning.fabric.loggers.logger import rank_zero_experiment
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.loggers import TensorBoardLogger
+from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 from typing_extensions import override
+
+from lockstep import tags
+
+# The charts of TensorBoard's Custom Scalars page; tags are regular expressions, one line per run and tag.
+LAYOUT = {
+    "strategies": {
+        "loss by strategy": ["Multiline", [f"^{tags.TRAIN_LOSS}$"]],
+        "epoch seconds by strategy": ["Multiline", [f"^{tags.EPOCH_SEC}$"]],
+        "samples per second by strategy": ["Multiline", [f"^{tags.SAMPLES_PER_SEC}$"]],
+    },
+    "the loss pitfall": {
+        "all-reduced loss and each rank's own": ["Multiline", [f"^{tags.TRAIN_LOSS}(_rank_[0-9]+)?$"]],
+    },
+}
 
 
 class RunLogger(TensorBoardLogger):
@@ -16,6 +32,14 @@ class RunLogger(TensorBoardLogger):
 
     Args: as for `lightning.pytorch.loggers.TensorBoardLogger`.
     """
+
+    @property
+    @override
+    @rank_zero_experiment
+    def experiment(self) -> SummaryWriter:
+        if self._experiment is None:
+            super().experiment.add_custom_scalars(LAYOUT)
+        return super().experiment
 
     @override
     @rank_zero_only

@@ -5,6 +5,8 @@ on the CPU through `ThreadedDataParallel`, which has real replicas where `torch.
 module once. This file needs torch and Lightning only, and can be imported or copied alone.
 """
 
+import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager
@@ -48,10 +50,12 @@ class ThreadedDataParallel(nn.Module):
         self.module = module
         # one thread each rather than one pool: a fast thread must not take two replicas while another idles
         self.threads = [ThreadPoolExecutor(1, thread_name_prefix=f"replica-{i}") for i in range(num_replicas)]
+        self.seconds: Counter[str] = Counter()  # spent beside the module's own work, by what: scatter, replicate, ...
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         leaves, spec = tree_flatten((args, kwargs))
-        call = _Call(self, leaves, spec)
+        with _timed("scatter", self.seconds):
+            call = _Call(self, leaves, spec)
         differentiable = [*call.parameters, *(leaves[i] for i in call.differentiable)]
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in differentiable):
             outputs = _Replicas.apply(call, *differentiable)
@@ -71,7 +75,7 @@ class _Call:
     output_spec: TreeSpec
 
     def __init__(self, parallel: ThreadedDataParallel, leaves: list[Any], spec: TreeSpec) -> None:
-        self.module, self.threads = parallel.module, parallel.threads
+        self.module, self.threads, self.seconds = parallel.module, parallel.threads, parallel.seconds
         self.parameters = list(parallel.module.parameters())
         self.differentiable = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
         self.chunks, self.spec = _scatter(leaves, len(parallel.threads)), spec
@@ -84,29 +88,36 @@ class _Call:
         """
         enter_context = _caller_context(grad=track)
 
-        def run(index: int, chunk: list[Any]) -> tuple[list[Tensor], list[Any], TreeSpec]:
+        def run(index: int, chunk: list[Any]) -> tuple[list[Tensor], list[Any], TreeSpec, Counter[str]]:
+            seconds: Counter[str] = Counter()
             with enter_context():
-                replica, weights = _replicate(self.module, self.parameters, share_buffers=index == 0)
+                with _timed("replicate", seconds):
+                    replica, weights = _replicate(self.module, self.parameters, share_buffers=index == 0)
                 inputs = [chunk[i].requires_grad_(track) for i in self.differentiable]
                 args, kwargs = tree_unflatten(chunk, self.spec)
-                outputs, spec = tree_flatten(replica(*args, **kwargs))
-            return weights + inputs, outputs, spec
+                with torch.profiler.record_function("replica forward"):
+                    outputs, spec = tree_flatten(replica(*args, **kwargs))
+            return weights + inputs, outputs, spec, seconds
 
         results = _in_threads(self.threads, run, range(len(self.chunks)), self.chunks)
-        self.leaves, self.outputs, specs = ([result[i] for result in results] for i in range(3))
+        self.leaves, self.outputs, specs, seconds = ([result[i] for result in results] for i in range(4))
+        self.seconds["replicate"] += max(each["replicate"] for each in seconds)  # they replicate at the same time
         self.output_spec = specs[0]
         if any(spec != self.output_spec for spec in specs):
             raise TypeError(f"the replicas returned different structures: {', '.join(map(str, specs))}")
-        return tuple(_gather(values) for values in zip(*self.outputs, strict=True))
+        with _timed("gather", self.seconds):
+            return tuple(_gather(values) for values in zip(*self.outputs, strict=True))
 
     def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The gradients of the parameters, then of the inputs, from those of the gathered outputs."""
         by_output = zip(grads, zip(*self.outputs, strict=True), strict=True)
-        shares = zip(*(_scatter_grad(grad, values) for grad, values in by_output), strict=True)
+        with _timed("scatter", self.seconds):
+            shares = list(zip(*(_scatter_grad(grad, values) for grad, values in by_output), strict=True))
         by_replica = _in_threads(self.threads, _replica_grads, self.outputs, shares, self.leaves)
         pairs = list(zip(zip(*by_replica, strict=True), zip(*self.leaves, strict=True), strict=True))
         num_parameters = len(self.parameters)
-        of_parameters = [_sum_grads(grads) for grads, _ in pairs[:num_parameters]]
+        with _timed("reduce", self.seconds):
+            of_parameters = [_sum_grads(grads) for grads, _ in pairs[:num_parameters]]
         return of_parameters + [_join_grads(grads, chunks) for grads, chunks in pairs[num_parameters:]]
 
 
@@ -127,6 +138,15 @@ class _Replicas(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         return None, *ctx.call.backward(grads)
+
+
+@contextmanager
+def _timed(what: str, seconds: Counter[str]) -> Iterator[None]:
+    """Add the time that the block takes, s, and show it to a profiler under this name."""
+    start = time.perf_counter()
+    with torch.profiler.record_function(what):
+        yield
+    seconds[what] += time.perf_counter() - start
 
 
 def _requires_grad(value: Any) -> bool:
@@ -231,7 +251,8 @@ def _replica_grads(outputs: list[Any], grads: Sequence[Tensor | None], leaves: l
         return [None] * len(leaves)
     used, their_grads = zip(*pairs, strict=True)
     # The graph lives as long as the call, since the caller may keep its own and go backward through it again.
-    found = iter(torch.autograd.grad(used, wanted, their_grads, retain_graph=True, allow_unused=True))
+    with torch.profiler.record_function("replica backward"):
+        found = iter(torch.autograd.grad(used, wanted, their_grads, retain_graph=True, allow_unused=True))
     return [next(found) if leaf.requires_grad else None for leaf in leaves]
 
 
@@ -370,6 +391,13 @@ class DataParallelStrategy(ParallelStrategy):
                 " call `self(batch)` there instead of a submodule"
             )
         return output
+
+    def take_phase_seconds(self) -> dict[str, float]:
+        """What replicas have cost beside the module's own work since the last call, s by tag; empty on CUDA."""
+        spent: Counter[str] = getattr(self._replicas, "seconds", Counter())
+        taken = {f"dp/{what}_sec": seconds for what, seconds in spent.items()}
+        spent.clear()
+        return taken
 
     @override
     def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:

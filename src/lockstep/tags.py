@@ -22,6 +22,26 @@ PHASE_SEC = "phase/{phase}_sec"  # mean per step over the ranks
 PHASES = ("data", "forward", "backward", "optimizer")
 ALL_REDUCE_SEC = "comm/all_reduce_sec"  # mean over DDP's sampled steps since the start, and over the ranks
 OVERLAP_FRACTION = "comm/overlap_fraction"  # the share of it hidden behind the backward pass
+SCATTER_SEC = "dp/scatter_sec"  # mean per step, inside forward and backward
+REPLICATE_SEC = "dp/replicate_sec"
+GATHER_SEC = "dp/gather_sec"
+REDUCE_SEC = "dp/reduce_sec"
+# What a strategy adds inside the phases, in words.
+INNER_PHASES = {
+    ALL_REDUCE_SEC: "all-reduce",
+    SCATTER_SEC: "scatter",
+    REPLICATE_SEC: "replicate",
+    GATHER_SEC: "gather",
+    REDUCE_SEC: "summing gradients",
+}
+GIL_CONTENTION = "gil/contention_rank_{rank}"  # 0..1, the share of sampled time that the interpreter lock was taken
+
+# Not measured but noted, once: what a comparison needs to know of a run beside its config.
+SOURCE = "data/source"
+THREADS = "run/threads"  # intra-op threads of each replica
+DEVICE = "run/device"
+HARDWARE = "run/hardware"
+VERSIONS = "run/versions"
 
 # What HParams shows per run, and what a sweeper may optimise.
 SUMMARY = (TEST_ACC, TRAIN_LOSS, EPOCH_SEC_MEDIAN, SAMPLES_PER_SEC_MEDIAN)

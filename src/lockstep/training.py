@@ -3,6 +3,8 @@
 import json
 import logging
 import os
+import platform
+import re
 import sys
 import warnings
 from pathlib import Path
@@ -92,9 +94,12 @@ def num_threads(cfg: DictConfig) -> int:
     """Intra-op threads of one replica: an even share of this machine's cores."""
     if cfg.launch.threads_per_process is not None:
         return cfg.launch.threads_per_process
-    # macOS cannot tell which cores this process may use
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // (cfg.launch.nproc_per_node * replicas(cfg)))
+    return max(1, num_cores() // (cfg.launch.nproc_per_node * replicas(cfg)))
+
+
+def num_cores() -> int:
+    """Cores that this process may use; macOS cannot tell, and says how many there are."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def accelerator(cfg: DictConfig) -> str:
@@ -194,10 +199,28 @@ def finish(cfg: DictConfig, trainer: pl.Trainer) -> dict[str, float]:
     monitors = [callback for callback in trainer.callbacks if isinstance(callback, EpochMonitor)]
     metrics = {tag: value for monitor in monitors for tag, value in sorted(monitor.metrics.items())}
     if trainer.is_global_zero:
-        final = metrics | {"data/source": trainer.datamodule.source}
+        final = metrics | circumstances(cfg, trainer)
         write_whole(Path(cfg.run_dir) / "metrics.json", json.dumps(final, indent=2) + "\n")
         log_hyperparameters(cfg, trainer, metrics)
     return metrics
+
+
+def circumstances(cfg: DictConfig, trainer: pl.Trainer) -> dict[str, Any]:
+    """What a comparison needs to know of a run beside its config."""
+    packages = {"torch": torch.__version__, "lightning": pl.__version__, "python": platform.python_version()}
+    return {
+        tags.SOURCE: trainer.datamodule.source,
+        tags.THREADS: num_threads(cfg),
+        tags.DEVICE: device_name(trainer.strategy.root_device),
+        tags.HARDWARE: f"{num_cores()} cores of {cpu_name()}",
+        tags.VERSIONS: ", ".join(f"{name} {version}" for name, version in packages.items()),
+    }
+
+
+def cpu_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    names = re.findall(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.exists() else []
+    return names[0].strip() if names else platform.processor() or platform.machine()
 
 
 def write_whole(path: Path, text: str) -> None:
