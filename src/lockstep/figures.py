@@ -1,6 +1,8 @@
 """Pictures of a comparison: seconds per epoch, loss curves, and where a step's time goes."""
 
+import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import matplotlib as mpl
@@ -9,6 +11,7 @@ mpl.use("Agg")  # draws into files; no screen is needed
 
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 from lockstep import tags
 from lockstep.report import Comparison, Row, Run
@@ -55,6 +58,8 @@ def draw(comparisons: Sequence[Comparison], folder: Path) -> list[Path]:
             path = folder / f"{name}{suffix}.png"
             with plt.rc_context(STYLE):
                 figure = painter(comparison)
+                if figure is None:
+                    continue
                 figure.savefig(path, bbox_inches="tight")
                 plt.close(figure)
             drawn.append(path)
@@ -160,10 +165,98 @@ def parts(row: Row) -> dict[str, float]:
     return {part: seconds for part, seconds in ordered.items() if seconds > 0}
 
 
-FIGURES: dict[str, Callable[[Comparison], Figure]] = {
+@dataclass(frozen=True)
+class Bar:
+    """One marked stretch of a lane, ms."""
+
+    lane: str
+    part: str
+    start: float
+    length: float
+    whole: bool  # a phase of the step as a whole, in which others may be marked
+
+
+def step_timeline(comparison: Comparison) -> Figure | None:
+    """One lane a thread: what every process and thread did in a few recorded steps. None where none were recorded."""
+    recorded = [(row, bars) for row, runs in _by_row(comparison) if (bars := timeline_bars(runs[0].folder))]
+    if not recorded:
+        return None
+    lanes = [list(dict.fromkeys(bar.lane for bar in bars)) for _, bars in recorded]
+    figure, rows = plt.subplots(
+        len(recorded),
+        sharex=True,
+        squeeze=False,
+        figsize=(11, 1.3 + sum(0.5 + 0.42 * len(names) for names in lanes)),
+        gridspec_kw={"height_ratios": [1 + len(names) for names in lanes], "hspace": 0.35},
+    )
+    for axes, (row, bars), names in zip(rows[:, 0], recorded, lanes, strict=True):
+        for bar in bars:
+            height, alpha = (0.8, 0.45) if bar.whole and len(names) > 1 else (0.8, 1.0)
+            box = (bar.start, bar.length)
+            axes.broken_barh(
+                [box],
+                (names.index(bar.lane) - height / 2, height),
+                color=PART_COLORS[bar.part],
+                alpha=alpha,
+                linewidth=0,
+            )
+        axes.set_yticks(range(len(names)), names, fontsize=9)
+        axes.set_ylim(len(names) - 0.4, -0.6)
+        axes.grid(axis="y", visible=False)
+        axes.set_title(row.label, fontsize=10, loc="left")
+    rows[-1, 0].set_xlabel("ms")
+    used = [part for part in PART_COLORS if any(bar.part == part for _, bars in recorded for bar in bars)]
+    handles = [Patch(color=PART_COLORS[part], label=part) for part in used]
+    rows[0, 0].legend(handles=handles, loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, fontsize=9)
+    return figure
+
+
+# What is marked in a trace, and the part that it is; phases of the step as a whole first.
+PHASE_MARKS = {phase: phase for phase in tags.PHASES}
+INNER_MARKS = {
+    "scatter": "scatter",
+    "replicate": "replicate",
+    "replica forward": "forward",
+    "gather": "gather",
+    "replica backward": "backward",
+    "reduce": "summing gradients",
+    "gloo:all_reduce": "all-reduce",
+    "nccl:all_reduce": "all-reduce",
+}
+
+
+def timeline_bars(folder: Path) -> list[Bar]:
+    """A run's recorded steps, lane by lane; empty where none were recorded."""
+    path = folder / tags.TRACE_FILE
+    if not path.is_file():
+        return []
+    marks = PHASE_MARKS | INNER_MARKS
+    events = [event for event in json.loads(path.read_text())["traceEvents"] if event["name"] in marks]
+    steps = [event for event in events if event["name"] in PHASE_MARKS]
+    start, end = min(event["ts"] for event in steps), max(event["ts"] + event["dur"] for event in steps)
+    main = {event["pid"]: event["tid"] for event in steps}  # the thread of each process that trains
+    several = len(main) > 1
+    bars = []
+    for event in sorted(events, key=lambda event: (event["pid"], event["tid"] != main[event["pid"]], event["ts"])):
+        if not start <= event["ts"] <= end:
+            continue
+        process, whole = f"rank {event['pid']}", event["name"] in PHASE_MARKS
+        if event["tid"] == main[event["pid"]]:
+            lane = process if several else "the process"
+        elif event["name"].endswith("all_reduce"):
+            lane = f"{process}, network"  # gloo takes turns between threads; they are one lane here
+        else:
+            replicas = list(dict.fromkeys(e["tid"] for e in events if e["name"] == "replica forward"))
+            lane = f"replica {sorted(replicas).index(event['tid'])}"
+        bars.append(Bar(lane, marks[event["name"]], (event["ts"] - start) / 1000, event["dur"] / 1000, whole))
+    return bars
+
+
+FIGURES: dict[str, Callable[[Comparison], Figure | None]] = {
     "epoch_seconds": epoch_seconds,
     "loss_curves": loss_curves,
     "step_parts": step_parts,
+    "step_timeline": step_timeline,
 }
 
 

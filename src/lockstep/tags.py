@@ -46,3 +46,6 @@ VERSIONS = "run/versions"
 # What HParams shows per run, and what a sweeper may optimise.
 SUMMARY = (TEST_ACC, TRAIN_LOSS, EPOCH_SEC_MEDIAN, SAMPLES_PER_SEC_MEDIAN)
 FINAL = (*SUMMARY, VAL_LOSS, VAL_ACC, TEST_LOSS, EPOCH_SEC, SAMPLES_PER_SEC, STARTUP_SEC)
+
+# Beside the tags in a run's folder, where `StepTimeline` has recorded some steps.
+TRACE_FILE = "trace.json"
