@@ -191,15 +191,10 @@ def step_timeline(comparison: Comparison) -> Figure | None:
     )
     for axes, (row, bars), names in zip(rows[:, 0], recorded, lanes, strict=True):
         for bar in bars:
-            height, alpha = (0.8, 0.45) if bar.whole and len(names) > 1 else (0.8, 1.0)
-            box = (bar.start, bar.length)
-            axes.broken_barh(
-                [box],
-                (names.index(bar.lane) - height / 2, height),
-                color=PART_COLORS[bar.part],
-                alpha=alpha,
-                linewidth=0,
-            )
+            # beneath what is marked inside it, a phase of the whole step is pale: under dp its thread mostly waits
+            alpha = 0.4 if bar.whole and row.replicas > 1 else 1.0
+            lane = names.index(bar.lane)
+            axes.barh(lane, bar.length, 0.8, bar.start, color=PART_COLORS[bar.part], alpha=alpha, linewidth=0)
         axes.set_yticks(range(len(names)), names, fontsize=9)
         axes.set_ylim(len(names) - 0.4, -0.6)
         axes.grid(axis="y", visible=False)
