@@ -9,7 +9,7 @@ import json
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -139,6 +139,7 @@ class Row:
     startup_sec: float
     step_sec: dict[str, float]  # by phase, and `rest`: what the epoch took beside its phases
     inner: dict[str, float]  # by tag: what the strategy adds inside the phases
+    gil: float | None = None  # contention of the interpreter lock, 0 to 1, where it was measured
     speed_up: float | None = None  # median of the ratios to single, paired by repeat
     speed_up_min: float | None = None
     speed_up_max: float | None = None
@@ -241,6 +242,8 @@ def _row(how: tuple[str, int, int, int], runs: list[Run]) -> Row:
     samples_per_sec = median(rates) if rates else float("nan")
     # of the time per step, what no phase accounts for: Lightning's loop, and waiting at its start for the other ranks
     step_sec = first.cfg.data.batch_size / samples_per_sec
+    gil_tags = [tags.GIL_CONTENTION.format(rank=rank) for rank in range(how[1])]
+    contention = [value for run in runs for tag in gil_tags for value in run.later(tag)]
     inner_tags = (*tags.INNER_PHASES, tags.OVERLAP_FRACTION)
     inner = {tag: [value for run in runs for value in run.later(tag)] for tag in inner_tags}
     return Row(
@@ -257,6 +260,7 @@ def _row(how: tuple[str, int, int, int], runs: list[Run]) -> Row:
         startup_sec=median(run.metrics[tags.STARTUP_SEC] for run in runs),
         step_sec=phases | {"rest": max(0.0, step_sec - sum(phases.values()))},
         inner={tag: _mean(values) for tag, values in inner.items() if values},
+        gil=_mean(contention) if contention else None,
     )
 
 
@@ -317,7 +321,7 @@ def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, A
 
 # ---------------------------------------------------------------------------------------------------- the table
 
-COLUMNS = {
+COLUMNS: dict[str, Callable[[Row], str]] = {
     "strategy": lambda row: row.strategy,
     "processes x replicas": lambda row: f"{row.processes} x {row.replicas}",
     "threads each": lambda row: str(row.threads),
@@ -332,10 +336,16 @@ COLUMNS = {
     "test accuracy": lambda row: f"{row.test_acc:.2%}",
     "start-up, s": lambda row: f"{row.startup_sec:.1f}",
 }
+GIL_COLUMN = {"GIL contention": lambda row: "" if row.gil is None else f"{row.gil:.0%}"}
 NOTE = (
     "Times: median over the repeats' epochs without the first (smallest to largest). Speed-up: median of single's epoch"
     " time over this one's, paired by repeat (smallest to largest)."
 )
+
+
+def columns_of(comparison: Comparison) -> dict[str, Callable[[Row], str]]:
+    """The table's columns; the interpreter lock's only where it was measured."""
+    return COLUMNS | (GIL_COLUMN if any(row.gil is not None for row in comparison.rows) else {})
 
 
 def print_comparison(comparisons: Sequence[Comparison], folder: Path) -> None:
@@ -343,7 +353,7 @@ def print_comparison(comparisons: Sequence[Comparison], folder: Path) -> None:
     console = Console()
     for comparison in comparisons:
         # one column a strategy: three of them fit into a terminal, eleven measures would not
-        (first, cell), *measures = COLUMNS.items()
+        (first, cell), *measures = columns_of(comparison).items()
         table = Table(
             first, *(Column(cell(row), justify="right") for row in comparison.rows), title=_heading(comparison)
         )
@@ -368,15 +378,15 @@ def markdown(comparisons: Sequence[Comparison], unfinished: Sequence[Path], figu
         keys = ", ".join(comparisons[0].settings)
         lines += [f"These runs differ in more than the strategy ({keys}); only like is compared with like.", ""]
     for comparison in comparisons:
-        first = comparison.runs[0]
+        first, columns = comparison.runs[0], columns_of(comparison)
         lines += [
             f"## {_heading(comparison)}",
             "",
             "; ".join(str(first.metrics.get(tag)) for tag in (tags.HARDWARE, tags.VERSIONS, tags.DEVICE)) + ".",
             "",
-            "| " + " | ".join(COLUMNS) + " |",
-            "| " + " | ".join("---" if name == "strategy" else "---:" for name in COLUMNS) + " |",
-            *("| " + " | ".join(cell(row) for cell in COLUMNS.values()) + " |" for row in comparison.rows),
+            "| " + " | ".join(columns) + " |",
+            "| " + " | ".join("---" if name == "strategy" else "---:" for name in columns) + " |",
+            *("| " + " | ".join(cell(row) for cell in columns.values()) + " |" for row in comparison.rows),
             "",
             NOTE,
             "",
