@@ -39,6 +39,7 @@ EVERY_STRATEGY = {
     *(tags.PHASE_SEC.format(phase=phase) for phase in tags.PHASES),
 }
 DDP_ONLY = {tags.TRAIN_LOSS_RANK.format(rank=1), tags.ALL_REDUCE_SEC, tags.OVERLAP_FRACTION}
+DP_ONLY = {tags.SCATTER_SEC, tags.REPLICATE_SEC, tags.GATHER_SEC, tags.REDUCE_SEC}
 PER_STEP = {tags.TRAIN_LOSS_STEP, tags.LR}
 
 
@@ -74,7 +75,7 @@ def scalars(folder: Path) -> dict[str, list[int]]:
     ("overrides", "opening", "only_here"),
     [
         (["strategy=single"], "single: 1 process x 1 replica", set()),
-        (["strategy=dp", "trainer.devices=2"], "dp: 1 process x 2 replicas", set()),
+        (["strategy=dp", "trainer.devices=2"], "dp: 1 process x 2 replicas", DP_ONLY),
         (DDP2, "ddp: 2 processes x 1 replica", DDP_ONLY),
     ],
 )
@@ -114,7 +115,11 @@ def test_a_run_says_what_it_does_and_leaves_what_the_readme_says(
     for tag in PER_STEP:
         assert found[tag] == [5, 10, 15, 20, 25, 30]
     metrics = json.loads((folder / "metrics.json").read_text())
-    assert metrics.pop("data/source") == "bundled sample"
+    assert metrics.pop(tags.SOURCE) == "bundled sample"
+    assert metrics.pop(tags.DEVICE) == "cpu"
+    assert "cores of" in metrics.pop(tags.HARDWARE)
+    assert metrics.pop(tags.VERSIONS).startswith("torch 2")
+    assert metrics.pop(tags.THREADS) >= 1
     assert set(metrics) == (EVERY_STRATEGY | only_here) - PER_STEP
     assert all(isinstance(value, float) for value in metrics.values())
     assert 0.5 < metrics[tags.TEST_ACC] < 1
@@ -220,16 +225,49 @@ def test_torchrun_starts_the_workers_and_only_rank_zero_writes(tmp_path: Path) -
     assert {path.name for path in tmp_path.iterdir()} == {"run"}
 
 
-def test_a_sweep_trains_each_job_once(tmp_path: Path) -> None:
-    command = [*TRAIN, "-m", "strategy=single,dp,ddp", "trainer.devices=2", *SMALL, "trainer.limit_train_batches=2"]
-    result = run([*command, f"hydra.sweep.dir={tmp_path / 'sweep'}", "trainer.enable_progress_bar=false"], tmp_path)
+def sweep(tmp_path: Path, *strategies: str) -> tuple[list[dict[str, object]], subprocess.CompletedProcess[str]]:
+    """Run a sweep; each job's metrics but the times."""
+    command = [*TRAIN, "-m", f"strategy={','.join(strategies)}", "trainer.devices=2", *SMALL]
+    folder = tmp_path / "-".join(strategies)
+    options = ["trainer.limit_train_batches=3", "trainer.enable_progress_bar=false", f"hydra.sweep.dir={folder}"]
+    result = run([*command, *options], tmp_path)
     assert result.returncode == 0, result.stderr
-    jobs = sorted(path for path in (tmp_path / "sweep").iterdir() if path.is_dir())
-    assert [path.name for path in jobs] == ["0", "1", "2"]
-    for job, strategy in zip(jobs, ("single", "dp", "ddp"), strict=True):
-        assert (job / "metrics.json").exists()
-        assert len(list(job.rglob("events.out.tfevents.*"))) == 1
+    timing = ("time/", "throughput/", "phase/", "comm/", "dp/")
+    jobs = [json.loads((folder / str(job) / "metrics.json").read_text()) for job in range(len(strategies))]
+    return [{tag: value for tag, value in job.items() if not tag.startswith(timing)} for job in jobs], result
+
+
+def test_a_sweep_trains_each_job_once_and_compares_them(tmp_path: Path) -> None:
+    strategies = ("single", "dp", "ddp")
+    _, result = sweep(tmp_path, *strategies)
+    folder = tmp_path / "single-dp-ddp"
+    assert sorted(path.name for path in folder.iterdir() if path.is_dir()) == ["0", "1", "2", "comparison"]
+    for job, strategy in enumerate(strategies):
+        assert len(list((folder / str(job)).rglob("events.out.tfevents.*"))) == 1
         assert len(re.findall(f"^{strategy}: ", result.stdout, re.MULTILINE)) == 1
+    assert "The same training under different strategies" in result.stdout
+    (content,) = json.loads((folder / "comparison.json").read_text())
+    assert [row["strategy"] for row in content["rows"]] == list(strategies)
+    assert all(row["speed_up"] for row in content["rows"][1:])
+    again = run([sys.executable, "-m", "lockstep.report", str(folder), "--output", str(tmp_path / "again")], tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert (tmp_path / "again" / "comparison.md").read_text() == (folder / "comparison.md").read_text()
+
+
+def test_a_job_is_the_same_whatever_ran_before_it(tmp_path: Path) -> None:
+    (first, second, single, dp), _ = sweep(tmp_path, "ddp", "ddp", "single", "dp")
+    assert first == second
+    (same_single, same_ddp), _ = sweep(tmp_path, "single", "ddp")
+    assert same_single == single
+    assert same_ddp == first
+    assert dp["run/threads"] == first["run/threads"]
+
+
+def test_reporting_on_nothing_is_one_line(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "lockstep.report", str(tmp_path)]
+    assert run(command, tmp_path).stderr == "error: fewer than two finished runs there; a comparison needs two\n"
+    nowhere = run([*command, "nowhere"], tmp_path)
+    assert nowhere.stderr.startswith("error: nowhere is not a folder")
 
 
 def test_every_failing_job_of_a_sweep_says_so_and_the_others_run(tmp_path: Path) -> None:

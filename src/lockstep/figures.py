@@ -232,7 +232,7 @@ def timeline_bars(folder: Path) -> list[Bar]:
     main = {event["pid"]: event["tid"] for event in steps}  # the thread of each process that trains
     several = len(main) > 1
     bars = []
-    for event in sorted(events, key=lambda event: (event["pid"], event["tid"] != main[event["pid"]], event["ts"])):
+    for event in sorted(events, key=lambda e: (e["pid"], e["tid"] != main[e["pid"]], e["tid"], e["ts"])):
         if not start <= event["ts"] <= end:
             continue
         process, whole = f"rank {event['pid']}", event["name"] in PHASE_MARKS
