@@ -92,6 +92,15 @@ def test_what_did_not_pay_is_said_with_the_phase_that_ate_the_time(make_run: Mak
     assert "backward: +25.0 ms per step (all-reduce 4.0 ms)" in finding
 
 
+def test_a_difference_that_changes_sign_is_none(make_run: MakeRun, tmp_path: Path) -> None:
+    for seed, dp in enumerate([0.8, 1.1, 1.25]):
+        make_run(f"s{seed}", "single", [1.0], seed=seed)
+        make_run(f"d{seed}", "dp", [dp], seed=seed)
+    (comparison,) = compare(tmp_path)
+    expected = "dp 1 x 2 is about as fast as single: 0.91 times, 0.80 to 1.25 in the repeats."
+    assert comparison.findings == [expected]
+
+
 @pytest.mark.parametrize(
     ("overrides", "metrics", "key"),
     [

@@ -292,6 +292,9 @@ def _findings(rows: list[Row]) -> list[str]:
 
 
 def _verdict(row: Row, single: Row) -> str:
+    if row.speed_up_min < 1 < row.speed_up_max:
+        spread = f"{row.speed_up_min:.2f} to {row.speed_up_max:.2f}"
+        return f"{row.label} is about as fast as single: {row.speed_up:.2f} times, {spread} in the repeats."
     if row.speed_up >= 1:
         return f"{row.label} is {row.speed_up:.2f} times as fast as single."
     grown = {phase: 1000 * (row.step_sec[phase] - single.step_sec[phase]) for phase in row.step_sec}
