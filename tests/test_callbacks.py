@@ -234,17 +234,37 @@ def test_other_ranks_take_part_and_write_nothing(clock: FakeClock) -> None:
 
 
 def test_ddps_own_measurement_is_averaged_over_ranks(clock: FakeClock) -> None:
-    data = {"avg_backward_comm_time": 2_000_000, "avg_backward_compute_comm_overlap_time": 500_000}
+    data = {
+        "iteration": 10,
+        "avg_backward_comm_time": 2_000_000,
+        "avg_backward_compute_comm_overlap_time": 500_000,
+    }
     reduced = torch.zeros(2, dtype=torch.float64)
     gathered = torch.tensor([0.0, 0, 1, 0, 0, 0, 0, 0.004, 0.75], dtype=torch.float64)
     trainer = make_trainer([reduced, gathered], log_every_n_steps=100)
-    trainer.strategy.model = SimpleNamespace(_get_ddp_logging_data=lambda: data)
+    rates: list[int] = []
+    trainer.strategy.model = SimpleNamespace(
+        _get_ddp_logging_data=lambda: data, _set_ddp_runtime_logging_sample_rate=rates.append
+    )
     monitor, module = EpochMonitor(), FakeModule()
     monitor.on_train_start(trainer, module)
     run_epoch(monitor, trainer, module, clock, [(1.0, 2)])
     metrics = finish_epoch(monitor, trainer, module)
     assert metrics[tags.ALL_REDUCE_SEC] == pytest.approx(0.003)
     assert metrics[tags.OVERLAP_FRACTION] == pytest.approx(0.5)
+    assert rates == [10]
+
+
+def test_ddps_running_means_become_each_epochs_own() -> None:
+    data: dict[str, float] = {}
+    model = SimpleNamespace(_get_ddp_logging_data=lambda: data, _set_ddp_runtime_logging_sample_rate=lambda every: None)
+    comm = callbacks.DDPComm(model)
+    # ten samples of 8 ms, then thirty of 2 ms, of which 1 ms was hidden: together 40 with a mean of 3.5 ms
+    data |= {"iteration": 10, "avg_backward_comm_time": 8e6, "avg_backward_compute_comm_overlap_time": 0}
+    assert comm.take(1) == {tags.ALL_REDUCE_SEC: pytest.approx(0.008), tags.OVERLAP_FRACTION: 0.0}
+    data |= {"iteration": 310, "avg_backward_comm_time": 3.5e6, "avg_backward_compute_comm_overlap_time": 0.75e6}
+    assert comm.take(2) == {tags.ALL_REDUCE_SEC: pytest.approx(0.001), tags.OVERLAP_FRACTION: pytest.approx(0.5)}
+    assert callbacks.DDPComm(None).take(1) == {}
 
 
 def test_nothing_reads_a_value_back_during_an_epoch(clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:

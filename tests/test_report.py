@@ -79,7 +79,7 @@ def test_speed_up_is_the_median_of_pairs_not_the_ratio_of_medians(make_run: Make
     assert (single.epoch_sec, single.epoch_sec_min, single.epoch_sec_max) == (4.0, 2.0, 9.0)
     assert single.first_epoch_sec == 100.0
     assert (dp.processes, dp.replicas, dp.threads, dp.seeds) == (1, 2, 1, [0, 1, 2])
-    assert comparison.findings == ["dp 1 x 2 is 2.00 times as fast as single."]
+    assert comparison.findings == ["dp 1 x 2 is 2.00 times as fast as single 1 x 1."]
 
 
 def test_what_did_not_pay_is_said_with_the_phase_that_ate_the_time(make_run: MakeRun, tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_what_did_not_pay_is_said_with_the_phase_that_ate_the_time(make_run: Mak
     make_run("b", "ddp", [1.25], phases={"backward": 0.035}, extra=comm)
     (comparison,) = compare(tmp_path)
     (finding,) = comparison.findings
-    assert finding.startswith("ddp 2 x 1 did not pay: 0.80 times the speed of single.")
+    assert finding.startswith("ddp 2 x 1 did not pay: 0.80 times the speed of single 1 x 1.")
     assert "backward: +25.0 ms per step (all-reduce 4.0 ms)" in finding
 
 
@@ -97,7 +97,7 @@ def test_a_difference_that_changes_sign_is_none(make_run: MakeRun, tmp_path: Pat
         make_run(f"s{seed}", "single", [1.0], seed=seed)
         make_run(f"d{seed}", "dp", [dp], seed=seed)
     (comparison,) = compare(tmp_path)
-    expected = "dp 1 x 2 is about as fast as single: 0.91 times, 0.80 to 1.25 in the repeats."
+    expected = "dp 1 x 2 is about as fast as single 1 x 1: 0.91 times, 0.80 to 1.25 in the repeats."
     assert comparison.findings == [expected]
 
 
@@ -108,6 +108,8 @@ def test_a_difference_that_changes_sign_is_none(make_run: MakeRun, tmp_path: Pat
         (["data.batch_size=128"], {}, "data.batch_size"),
         (["model.net.hidden=8"], {}, "model.net.hidden"),
         (["data=mnist"], {}, "data._target_"),
+        (["ckpt_path=some.ckpt"], {}, "ckpt_path"),
+        (["+callbacks.gil._target_=lockstep.gil.GilMonitor"], {}, "callbacks.gil._target_"),
         ([], {tags.VERSIONS: "torch 3"}, tags.VERSIONS),
         ([], {tags.HARDWARE: "64 cores"}, tags.HARDWARE),
         ([], {tags.DEVICE: "gpu"}, tags.DEVICE),
@@ -122,7 +124,7 @@ def test_runs_that_differ_in_more_than_the_strategy_are_not_mixed(
     comparisons = compare(tmp_path)
     assert sorted(len(comparison.runs) for comparison in comparisons) == [1, 2]
     assert all(key in comparison.settings for comparison in comparisons)
-    page = report.markdown(comparisons, [], [])
+    page = report.markdown(comparisons, {}, [])
     assert "differ in more than the strategy" in page
     assert key in page
     (lonely,) = (comparison for comparison in comparisons if len(comparison.runs) == 1)
@@ -137,7 +139,32 @@ def test_seeds_that_do_not_match_are_said_and_only_pairs_compared(make_run: Make
     (comparison,) = compare(tmp_path)
     dp = next(row for row in comparison.rows if row.strategy == "dp")
     assert (dp.speed_up, dp.speed_up_min, dp.speed_up_max) == (2.0, 2.0, 2.0)
-    assert "dp 1 x 2 has seeds [0, 1], single has [0]: only pairs are compared." in comparison.findings
+    assert "dp 1 x 2 has seeds [0, 1], single 1 x 1 has [0]: only pairs are compared." in comparison.findings
+
+
+def test_variants_of_a_strategy_are_rows_of_their_own(make_run: MakeRun, tmp_path: Path) -> None:
+    make_run("a", "single", [1.0])
+    make_run("b", "single", [2.0], **{tags.THREADS: 2})
+    make_run("c", "ddp", [1.0])
+    make_run("d", "ddp", [1.0], "+strategy.plugin.static_graph=true")
+    (comparison,) = compare(tmp_path)
+    labels = ["single 1 x 1 threads=1", "single 1 x 1 threads=2", "ddp 2 x 1", "ddp 2 x 1 static_graph=True"]
+    assert [row.label for row in comparison.rows] == labels
+    assert comparison.rows[1].speed_up == 0.5
+    assert all("single 1 x 1 threads=1" in finding for finding in comparison.findings)
+
+
+@pytest.mark.parametrize("tag", [tags.TEST_ACC, tags.TRAIN_LOSS, tags.STARTUP_SEC])
+def test_a_run_that_lacks_a_number_does_not_spoil_the_others(make_run: MakeRun, tmp_path: Path, tag: str) -> None:
+    make_run("a", "single", [1.0])
+    make_run("b", "dp", [1.0])
+    folder = make_run("c", "ddp", [1.0])
+    metrics = json.loads((folder / "metrics.json").read_text())
+    del metrics[tag]
+    (folder / "metrics.json").write_text(json.dumps(metrics))
+    (comparison,) = report.write_comparison([tmp_path / "runs"], tmp_path / "out")
+    assert [row.strategy for row in comparison.rows] == ["single", "dp"]
+    assert f"without {tag}: `{folder}`" in (tmp_path / "out" / "comparison.md").read_text()
 
 
 def test_runs_are_found_in_order_and_unfinished_ones_left_out(make_run: MakeRun, tmp_path: Path) -> None:
@@ -147,7 +174,7 @@ def test_runs_are_found_in_order_and_unfinished_ones_left_out(make_run: MakeRun,
     (unfinished / "metrics.json").unlink()
     runs, left_out = report.find_runs([tmp_path / "runs", tmp_path / "runs" / "2"])
     assert [run.folder.name for run in runs] == ["2", "9", "10"]
-    assert left_out == [unfinished]
+    assert left_out == {unfinished: "not finished"}
     with pytest.raises(ConfigError, match="nowhere is not a folder"):
         report.find_runs([tmp_path / "nowhere"])
 
@@ -183,7 +210,7 @@ def test_page_json_and_pictures_are_written(
     assert content["rows"][1]["speed_up"] == 2.0
     printed = capsys.readouterr().out
     assert "GIL contention" in printed
-    assert "dp 1 x 2 is 2.00 times as fast as single." in printed
+    assert "dp 1 x 2 is 2.00 times as fast as single 1 x 1." in printed
     report.write_comparison([tmp_path / "runs"], folder)  # again: TensorBoard still has one of each
     (events,) = (folder / "comparison").iterdir()
     images = EventAccumulator(str(events)).Reload().Tags()["images"]
@@ -221,7 +248,9 @@ def event(name: str, start: float, length: float, thread: int, process: int = 7)
 
 
 def test_ranks_traces_are_merged_on_one_clock() -> None:
-    first = {"baseTimeNanoseconds": 1_000_000, "traceEvents": [event("forward", 5, 1, 70), {"ph": "M", "name": "x"}]}
+    on_gpu = event("forward", 5, 1, 99) | {"cat": "gpu_user_annotation"}
+    others = [{"ph": "M", "name": "x"}, on_gpu]
+    first = {"baseTimeNanoseconds": 1_000_000, "traceEvents": [event("forward", 5, 1, 70), *others]}
     second = {"baseTimeNanoseconds": 3_000_000, "traceEvents": [event("forward", 5, 1, 80)]}
     merged = timeline.merge([first, second])["traceEvents"]
     assert [(e["pid"], e["ts"]) for e in merged if e["ph"] == "X"] == [(0, 0), (1, 2000)]
@@ -250,13 +279,15 @@ def test_lanes_are_processes_and_threads(tmp_path: Path) -> None:
     lanes = [bar.lane for bar in figures.timeline_bars(tmp_path)]
     assert lanes == ["rank 0", "rank 0, network", "rank 1", "rank 1, network"]
     assert figures.timeline_bars(tmp_path / "nothing recorded") == []
+    (tmp_path / tags.TRACE_FILE).write_text(json.dumps({"traceEvents": [event("aten::conv2d", 0, 1, 70)]}))
+    assert figures.timeline_bars(tmp_path) == []
 
 
 @pytest.mark.parametrize(("strategy", "lanes"), [("single", 1), ("dp", 3), ("ddp", 4)])
 def test_recorded_steps_show_what_ran_where(
     run_job: Callable[..., Any], make_run: MakeRun, tmp_path: Path, strategy: str, lanes: int
 ) -> None:
-    record = "+callbacks.timeline={_target_: lockstep.timeline.StepTimeline, folder: '${run_dir}', first_step: 3}"
+    record = "+callbacks.timeline={_target_: lockstep.timeline.StepTimeline, folder: '${run_dir}', first_batch: 3}"
     run_job(f"strategy={strategy}", "trainer.devices=2", record)
     bars = figures.timeline_bars(tmp_path / "run")
     assert len({bar.lane for bar in bars}) == lanes

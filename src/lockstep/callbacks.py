@@ -150,7 +150,7 @@ class EpochMonitor(pl.Callback):
     | `throughput/samples_per_sec` (and `_median`) | global, of the epoch, 1/s | epoch |
     | `phase/{data,forward,backward,optimizer}_sec` | mean per step over the ranks, s | epoch |
     | `dp/{scatter,replicate,gather,reduce}_sec` | per step, inside forward and backward, s; under dp only | epoch |
-    | `comm/all_reduce_sec`, `comm/overlap_fraction` | per step, from DDP's logging data; under DDP only | epoch |
+    | `comm/all_reduce_sec`, `comm/overlap_fraction` | per batch, from DDP's logging data; under DDP only | epoch |
 
     Args:
         started_at: When the command was started, unix time in seconds. None: when this callback was made.
@@ -173,6 +173,7 @@ class EpochMonitor(pl.Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._phases = PhaseTimer.on(trainer.strategy.root_device)
+        self._comm = DDPComm(trainer.strategy.model)
         self._lr = float("nan")
         # Lightning leaves `on_train_epoch_start` out when it resumes within an epoch or at its very end.
         self.on_train_epoch_start(trainer, pl_module)
@@ -285,7 +286,7 @@ class EpochMonitor(pl.Callback):
             "train_sec": self._train_seconds,
             **{phase: seconds / self._num_batches for phase, seconds in self._phases.totals().items()},
             **{tag: seconds / self._num_batches for tag, seconds in self._inner_seconds.items()},
-            **_ddp_comm(trainer),
+            **self._comm.take(trainer.accumulate_grad_batches),
         }
         device = trainer.strategy.root_device
         values = torch.tensor(list(own.values()), dtype=_sum_dtype(device), device=device)
@@ -384,15 +385,35 @@ def _inner_seconds(trainer: pl.Trainer) -> dict[str, float]:
     return getattr(trainer.strategy, "take_phase_seconds", dict)()
 
 
-def _ddp_comm(trainer: pl.Trainer) -> dict[str, float]:
-    """DDP's own measurement of a step's all-reduce; empty where the model is not wrapped by DDP.
+class DDPComm:
+    """DDP's own measurement of the all-reduce, epoch by epoch; nothing where the model is not wrapped by DDP.
 
-    DistributedDataParallel samples its first steps and then every hundredth, and averages since the start; ns.
+    DistributedDataParallel samples its first ten steps and then every n-th, and tells the mean since the start, in ns.
+
+    Args:
+        model: What the strategy trains.
     """
-    logging_data = getattr(trainer.strategy.model, "_get_ddp_logging_data", None)
-    if logging_data is None:
-        return {}
-    data = logging_data()
-    comm = data.get("avg_backward_comm_time", 0)
-    overlap = data.get("avg_backward_compute_comm_overlap_time", 0)
-    return {tags.ALL_REDUCE_SEC: comm / 1e9, tags.OVERLAP_FRACTION: overlap / comm if comm else 0.0}
+
+    SAMPLE_EVERY = 10
+
+    def __init__(self, model: Any) -> None:
+        self._data: Callable[[], dict[str, Any]] | None = getattr(model, "_get_ddp_logging_data", None)
+        if self._data is not None:
+            model._set_ddp_runtime_logging_sample_rate(self.SAMPLE_EVERY)
+        self._before = (0, 0.0, 0.0)  # samples, comm, overlap: sums since the start
+
+    def take(self, accumulate_grad_batches: int) -> dict[str, float]:
+        """The means of the samples since the last call, by tag; per batch, of which accumulation reduces only some."""
+        if self._data is None:
+            return {}
+        data = self._data()
+        iteration = data.get("iteration", 0)
+        samples = min(iteration, 10) + max(0, iteration - 10) // self.SAMPLE_EVERY
+        names = ("avg_backward_comm_time", "avg_backward_compute_comm_overlap_time")
+        now = (samples, *(samples * data.get(name, 0) for name in names))
+        count, comm, overlap = (after - before for after, before in zip(now, self._before, strict=True))
+        self._before = now
+        return {
+            tags.ALL_REDUCE_SEC: max(0.0, comm) / max(count, 1) / 1e9 / accumulate_grad_batches,
+            tags.OVERLAP_FRACTION: min(1.0, max(0.0, overlap / comm)) if comm > 0 else 0.0,
+        }

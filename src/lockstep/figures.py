@@ -228,6 +228,8 @@ def timeline_bars(folder: Path) -> list[Bar]:
     marks = PHASE_MARKS | INNER_MARKS
     events = [event for event in json.loads(path.read_text())["traceEvents"] if event["name"] in marks]
     steps = [event for event in events if event["name"] in PHASE_MARKS]
+    if not steps:
+        return []
     start, end = min(event["ts"] for event in steps), max(event["ts"] + event["dur"] for event in steps)
     main = {event["pid"]: event["tid"] for event in steps}  # the thread of each process that trains
     several = len(main) > 1
@@ -256,7 +258,7 @@ FIGURES: dict[str, Callable[[Comparison], Figure | None]] = {
 
 
 def _by_row(comparison: Comparison) -> list[tuple[Row, list[Run]]]:
-    return [(row, [run for run in comparison.runs if run.how == row.how]) for row in comparison.rows]
+    return list(zip(comparison.rows, comparison.repeats, strict=True))
 
 
 def _tick(row: Row) -> str:

@@ -1,7 +1,5 @@
 """How contended Python's global interpreter lock is while a rank trains."""
 
-from typing import Any
-
 import lightning.pytorch as pl
 import torch
 from gilknocker import KnockKnock
@@ -43,7 +41,9 @@ class GilMonitor(pl.Callback):
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._stop()
-        own = self._knocker.contention_metric if self._knocker is not None else 0.0
+        if self._knocker is None:  # the same on all ranks: Lightning resumed at this epoch's very end
+            return
+        own = self._knocker.contention_metric
         # every rank takes part; only the write is rank 0's
         ranks = trainer.strategy.all_gather(torch.tensor([own], device=trainer.strategy.root_device)).flatten().tolist()
         if trainer.is_global_zero:
@@ -55,6 +55,6 @@ class GilMonitor(pl.Callback):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self._stop()
 
-    def _stop(self, *_: Any) -> None:
+    def _stop(self) -> None:
         if self._knocker is not None and self._knocker.is_running:
             self._knocker.stop()

@@ -74,6 +74,10 @@ def _relative(path: Path) -> str:
 # What may differ between the runs of a comparison: the strategy and how it is carried out, the repeat, and what is
 # only looks. Anything else that differs is said.
 FREE_KEYS = {"trainer.devices", "trainer.num_nodes", "trainer.enable_progress_bar", "data.root"}
+FREE_GROUPS = ("callbacks.progress_bar.",)
+# Without these there is nothing to compare.
+NEEDED_METRICS = (tags.TRAIN_LOSS, tags.TEST_ACC, tags.STARTUP_SEC, tags.THREADS)
+NEEDED_CURVES = (tags.EPOCH_SEC, tags.SAMPLES_PER_SEC, tags.TRAIN_LOSS)
 
 
 @dataclass(frozen=True)
@@ -103,10 +107,20 @@ class Run:
         )
 
     @property
+    def details(self) -> dict[str, Any]:
+        """What tells runs of one strategy apart: its threads, nodes and options."""
+        strategy = OmegaConf.to_container(self.cfg.strategy)
+        options = {key: value for key, value in _flatten(strategy) if key.startswith("plugin")}
+        return {"threads": self.how[3], "nodes": self.cfg.trainer.num_nodes, **options}
+
+    @property
     def settings(self) -> dict[str, Any]:
         """Everything that must be the same for a fair comparison, by key."""
-        groups = {name: OmegaConf.to_container(self.cfg[name]) for name in ("trainer", "model", "data")}
-        flat = {key: value for key, value in _flatten(groups) if key not in FREE_KEYS}
+        names = [name for name in ("trainer", "model", "data", "callbacks") if name in self.cfg]
+        groups = {name: OmegaConf.to_container(self.cfg[name]) for name in names} | {"ckpt_path": self.cfg.ckpt_path}
+        flat = {
+            key: value for key, value in _flatten(groups) if key not in FREE_KEYS and not key.startswith(FREE_GROUPS)
+        }
         return flat | {tag: self.metrics.get(tag) for tag in (tags.DEVICE, tags.HARDWARE, tags.VERSIONS)}
 
     def values(self, tag: str) -> list[float]:
@@ -127,6 +141,8 @@ class Row:
     processes: int
     replicas: int
     threads: int
+    details: dict[str, Any]
+    label: str  # strategy, processes x replicas, and what else tells this row from its like
     batch_size: int
     seeds: list[int]
     epoch_sec: float
@@ -137,21 +153,12 @@ class Row:
     train_loss: float
     test_acc: float
     startup_sec: float
-    step_sec: dict[str, float]  # by phase, and `rest`: what the epoch took beside its phases
+    step_sec: dict[str, float]  # means, by phase, and `rest`: what the epoch took beside its phases
     inner: dict[str, float]  # by tag: what the strategy adds inside the phases
     gil: float | None = None  # contention of the interpreter lock, 0 to 1, where it was measured
     speed_up: float | None = None  # median of the ratios to single, paired by repeat
     speed_up_min: float | None = None
     speed_up_max: float | None = None
-
-    @property
-    def how(self) -> tuple[str, int, int, int]:
-        """As `Run.how`."""
-        return self.strategy, self.processes, self.replicas, self.threads
-
-    @property
-    def label(self) -> str:
-        return f"{self.strategy} {self.processes} x {self.replicas}"
 
 
 @dataclass
@@ -163,25 +170,39 @@ class Comparison:
     """
 
     settings: dict[str, Any]
-    runs: list[Run] = field(repr=False)
     rows: list[Row]
+    repeats: list[list[Run]] = field(repr=False)  # each row's runs
     findings: list[str]
 
+    @property
+    def runs(self) -> list[Run]:
+        return [run for runs in self.repeats for run in runs]
 
-def find_runs(paths: Iterable[Path]) -> tuple[list[Run], list[Path]]:
-    """The finished runs at or below some folders, in the order of their names, and the folders of unfinished ones.
+
+def find_runs(paths: Iterable[Path]) -> tuple[list[Run], dict[Path, str]]:
+    """The runs at or below some folders, in the order of their names, and why others are left out.
 
     Raises:
         ConfigError: If a path does not exist.
     """
-    finished, unfinished = [], []
+    folders = []
     for path in paths:
         if not path.is_dir():
             raise config.ConfigError(f"{path} is not a folder; allowed: run folders, or folders that hold some")
-        for hydra in sorted(path.rglob(".hydra"), key=_by_number):
-            folder = hydra.parent
-            (finished if (folder / "metrics.json").is_file() else unfinished).append(folder)
-    return [read_run(folder) for folder in dict.fromkeys(finished)], list(dict.fromkeys(unfinished))
+        folders += [hydra.parent for hydra in sorted(path.rglob(".hydra"), key=_by_number)]
+    runs, left_out = [], {}
+    for folder in dict.fromkeys(folders):
+        if not (folder / "metrics.json").is_file():
+            left_out[folder] = "not finished"
+            continue
+        run = read_run(folder)
+        missing = [tag for tag in NEEDED_METRICS if tag not in run.metrics]
+        missing += [f"the curve of {tag}" for tag in NEEDED_CURVES if tag not in run.curves]
+        if missing:
+            left_out[folder] = f"without {', '.join(missing)}"
+        else:
+            runs.append(run)
+    return runs, left_out
 
 
 def _by_number(path: Path) -> tuple[tuple[int, str], ...]:
@@ -217,44 +238,58 @@ def compare(runs: Sequence[Run]) -> list[Comparison]:
 
 
 def _compare(settings: dict[str, Any], runs: list[Run]) -> Comparison:
-    by_how: dict[tuple[str, int, int, int], list[Run]] = defaultdict(list)
+    by_how: dict[str, list[Run]] = defaultdict(list)
     for run in runs:
-        by_how[run.how].append(run)
-    baseline = next((group for how, group in by_how.items() if how[0] == "single"), None)
-    rows = [_row(how, group) for how, group in by_how.items()]
-    if baseline is not None:
-        for row, group in zip(rows, by_how.values(), strict=True):
-            ratios = _paired_ratios(baseline, group)
-            if ratios and group is not baseline:
-                row.speed_up, row.speed_up_min, row.speed_up_max = median(ratios), min(ratios), max(ratios)
-    return Comparison(settings, runs, rows, _findings(rows))
+        by_how[json.dumps([run.how, run.details])].append(run)
+    repeats = list(by_how.values())
+    rows = [_row(group) for group in repeats]
+    _tell_apart(rows)
+    baseline = next((number for number, row in enumerate(rows) if row.strategy == "single"), None)
+    findings = []
+    if baseline is None:
+        findings.append("There is no run with strategy=single, so there is no speed-up to tell.")
+    for number, row in enumerate(rows):
+        if baseline is not None and number != baseline:
+            findings += _add_speed_up(row, repeats[number], rows[baseline], repeats[baseline])
+    return Comparison(settings, rows, repeats, findings)
 
 
-def _row(how: tuple[str, int, int, int], runs: list[Run]) -> Row:
+def _tell_apart(rows: list[Row]) -> None:
+    """Put into the labels of rows that would be called the same what tells them apart."""
+    for label in {row.label for row in rows}:
+        like = [row for row in rows if row.label == label]
+        keys = dict.fromkeys(key for row in like for key in row.details)
+        differing = [key for key in keys if len({str(row.details.get(key)) for row in like}) > 1]
+        for row in like:
+            present = [key for key in differing if key in row.details]
+            row.label = " ".join([label, *(f"{key.removeprefix('plugin.')}={row.details[key]}" for key in present)])
+
+
+def _row(runs: list[Run]) -> Row:
+    first, how = runs[0], runs[0].how
     epochs = [seconds for run in runs for seconds in run.later(tags.EPOCH_SEC)]
-    first = runs[0]
+    rates = [rate for run in runs for rate in run.later(tags.SAMPLES_PER_SEC)]
     phases = {
         phase: _mean([value for run in runs for value in run.later(tags.PHASE_SEC.format(phase=phase))])
         for phase in tags.PHASES
     }
-    epoch_sec = median(epochs) if epochs else float("nan")
-    rates = [rate for run in runs for rate in run.later(tags.SAMPLES_PER_SEC)]
-    samples_per_sec = median(rates) if rates else float("nan")
-    # of the time per step, what no phase accounts for: Lightning's loop, and waiting at its start for the other ranks
-    step_sec = first.cfg.data.batch_size / samples_per_sec
+    # of the time per batch, what no phase accounts for: Lightning's loop, and waiting for the other ranks
+    step_sec = _mean([first.cfg.data.batch_size / rate for rate in rates])
     gil_tags = [tags.GIL_CONTENTION.format(rank=rank) for rank in range(how[1])]
     contention = [value for run in runs for tag in gil_tags for value in run.later(tag)]
     inner_tags = (*tags.INNER_PHASES, tags.OVERLAP_FRACTION)
     inner = {tag: [value for run in runs for value in run.later(tag)] for tag in inner_tags}
     return Row(
         *how,
+        details=first.details,
+        label=f"{how[0]} {how[1]} x {how[2]}",
         batch_size=first.cfg.data.batch_size,
         seeds=[run.cfg.seed for run in runs],
-        epoch_sec=epoch_sec,
-        epoch_sec_min=min(epochs, default=float("nan")),
-        epoch_sec_max=max(epochs, default=float("nan")),
-        first_epoch_sec=median([run.values(tags.EPOCH_SEC)[0] for run in runs if run.values(tags.EPOCH_SEC)] or [0.0]),
-        samples_per_sec=samples_per_sec,
+        epoch_sec=median(epochs),
+        epoch_sec_min=min(epochs),
+        epoch_sec_max=max(epochs),
+        first_epoch_sec=median(run.values(tags.EPOCH_SEC)[0] for run in runs),
+        samples_per_sec=median(rates),
         train_loss=median(run.metrics[tags.TRAIN_LOSS] for run in runs),
         test_acc=median(run.metrics[tags.TEST_ACC] for run in runs),
         startup_sec=median(run.metrics[tags.STARTUP_SEC] for run in runs),
@@ -277,35 +312,36 @@ def _paired_ratios(baseline: list[Run], group: list[Run]) -> list[float]:
     return ratios
 
 
-def _findings(rows: list[Row]) -> list[str]:
-    """In words: what paid, what did not, and what ate the time; and where repeats do not match."""
+def _add_speed_up(row: Row, runs: list[Run], baseline_row: Row, baseline: list[Run]) -> list[str]:
+    """Put the speed-up into the row, and say in words what paid, what did not, and which repeats do not match."""
+    ratios = _paired_ratios(baseline, runs)
     findings = []
-    single = next((row for row in rows if row.strategy == "single"), None)
-    if single is None:
-        findings.append("There is no run with strategy=single, so there is no speed-up to tell.")
-    for row in rows:
-        if single is not None and sorted(row.seeds) != sorted(single.seeds):
-            findings.append(f"{row.label} has seeds {row.seeds}, single has {single.seeds}: only pairs are compared.")
-        if row.speed_up is not None and single is not None:
-            findings.append(_verdict(row, single))
+    if len(ratios) < len(runs):
+        seeds = f"{row.label} has seeds {row.seeds}, {baseline_row.label} has {baseline_row.seeds}"
+        findings.append(f"{seeds}: only pairs are compared.")
+    if ratios:
+        row.speed_up, row.speed_up_min, row.speed_up_max = median(ratios), min(ratios), max(ratios)
+        findings.append(_verdict(row, baseline_row))
     return findings
 
 
 def _verdict(row: Row, single: Row) -> str:
     if row.speed_up_min < 1 < row.speed_up_max:
         spread = f"{row.speed_up_min:.2f} to {row.speed_up_max:.2f}"
-        return f"{row.label} is about as fast as single: {row.speed_up:.2f} times, {spread} in the repeats."
+        return f"{row.label} is about as fast as {single.label}: {row.speed_up:.2f} times, {spread} in the repeats."
     if row.speed_up >= 1:
-        return f"{row.label} is {row.speed_up:.2f} times as fast as single."
+        return f"{row.label} is {row.speed_up:.2f} times as fast as {single.label}."
     grown = {phase: 1000 * (row.step_sec[phase] - single.step_sec[phase]) for phase in row.step_sec}
     phase = max(grown, key=grown.__getitem__)
     names = {"rest": "the rest of the loop, which includes waiting for the other ranks"}
     verdict = (
-        f"{row.label} did not pay: {row.speed_up:.2f} times the speed of single."
+        f"{row.label} did not pay: {row.speed_up:.2f} times the speed of {single.label}."
         f" Most of the time went into {names.get(phase, phase)}: {grown[phase]:+.1f} ms per step"
     )
     inner = ", ".join(
-        f"{word} {1000 * row.inner[tag]:.1f} ms" for tag, word in tags.INNER_PHASES.items() if tag in row.inner
+        f"{word} {1000 * row.inner[tag]:.1f} ms"
+        for tag, (where, word) in tags.INNER_PHASES.items()
+        if where == phase and tag in row.inner
     )
     return f"{verdict} ({inner})." if inner else f"{verdict}."
 
@@ -325,7 +361,7 @@ def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, A
 # ---------------------------------------------------------------------------------------------------- the table
 
 COLUMNS: dict[str, Callable[[Row], str]] = {
-    "strategy": lambda row: row.strategy,
+    "strategy": lambda row: row.label.replace(f" {row.processes} x {row.replicas}", ""),
     "processes x replicas": lambda row: f"{row.processes} x {row.replicas}",
     "threads each": lambda row: str(row.threads),
     "global batch": lambda row: str(row.batch_size),
@@ -374,7 +410,7 @@ def _heading(comparison: Comparison) -> str:
     return "Runs with " + ", ".join(f"{key}={value}" for key, value in comparison.settings.items())
 
 
-def markdown(comparisons: Sequence[Comparison], unfinished: Sequence[Path], figures: Sequence[Path]) -> str:
+def markdown(comparisons: Sequence[Comparison], left_out: Mapping[Path, str], figures: Sequence[Path]) -> str:
     """The comparison as a page."""
     lines = ["# Comparison", ""]
     if len(comparisons) > 1:
@@ -397,7 +433,7 @@ def markdown(comparisons: Sequence[Comparison], unfinished: Sequence[Path], figu
             "",
         ]
     lines += [f"![{figure.stem.replace('_', ' ')}]({figure.name})\n" for figure in figures]
-    lines += [f"- not finished, and left out: `{path}`" for path in unfinished]
+    lines += [f"- left out, {reason}: `{path}`" for path, reason in left_out.items()]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -411,7 +447,9 @@ def write_comparison(paths: Sequence[Path], folder: Path) -> list[Comparison]:
     Returns:
         The comparisons, none where fewer than two runs are finished.
     """
-    runs, unfinished = find_runs(paths)
+    runs, left_out = find_runs(paths)
+    for path, reason in left_out.items():
+        print(f"left out of the comparison, {reason}: {_relative(path)}")
     if len(runs) < 2:
         return []
     from lockstep import figures  # matplotlib, which a command that only trains should not wait for
@@ -420,7 +458,7 @@ def write_comparison(paths: Sequence[Path], folder: Path) -> list[Comparison]:
     folder.mkdir(parents=True, exist_ok=True)
     drawn = figures.draw(comparisons, folder)
     _show_in_tensorboard(drawn, folder / "comparison")
-    (folder / "comparison.md").write_text(markdown(comparisons, unfinished, drawn))
+    (folder / "comparison.md").write_text(markdown(comparisons, left_out, drawn))
     content = [
         {
             "settings": comparison.settings,

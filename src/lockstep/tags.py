@@ -20,21 +20,21 @@ SAMPLES_PER_SEC = "throughput/samples_per_sec"  # global, of the epoch
 SAMPLES_PER_SEC_MEDIAN = "throughput/samples_per_sec_median"
 PHASE_SEC = "phase/{phase}_sec"  # mean per step over the ranks
 PHASES = ("data", "forward", "backward", "optimizer")
-ALL_REDUCE_SEC = "comm/all_reduce_sec"  # mean over DDP's sampled steps since the start, and over the ranks
+ALL_REDUCE_SEC = "comm/all_reduce_sec"  # mean over the steps of the epoch that DDP samples, and over the ranks
 OVERLAP_FRACTION = "comm/overlap_fraction"  # the share of it hidden behind the backward pass
 SCATTER_SEC = "dp/scatter_sec"  # mean per step, inside forward and backward
 REPLICATE_SEC = "dp/replicate_sec"
 GATHER_SEC = "dp/gather_sec"
 REDUCE_SEC = "dp/reduce_sec"
-# What a strategy adds inside the phases, in words.
+# What a strategy adds: inside which phase, and in words.
 INNER_PHASES = {
-    ALL_REDUCE_SEC: "all-reduce",
-    SCATTER_SEC: "scatter",
-    REPLICATE_SEC: "replicate",
-    GATHER_SEC: "gather",
-    REDUCE_SEC: "summing gradients",
+    ALL_REDUCE_SEC: ("backward", "all-reduce"),
+    SCATTER_SEC: ("forward", "scatter"),
+    REPLICATE_SEC: ("forward", "replicate"),
+    GATHER_SEC: ("forward", "gather"),
+    REDUCE_SEC: ("backward", "summing gradients"),
 }
-GIL_CONTENTION = "gil/contention_rank_{rank}"  # 0..1, the share of sampled time that the interpreter lock was taken
+GIL_CONTENTION = "gil/contention_rank_{rank}"  # 0..1, how long a thread waits for the interpreter lock, as a share
 
 # Not measured but noted, once: what a comparison needs to know of a run beside its config.
 SOURCE = "data/source"

@@ -25,14 +25,15 @@ class StepTimeline(pl.Callback):
 
     Args:
         folder: The run's folder.
-        first_step: Global step before which the recording starts; late enough to be past the warm-up.
-        num_steps: How many steps are recorded.
+        first_batch: Batch of the first trained epoch before which the recording starts, past the warm-up; earlier where
+            the epoch is too short.
+        num_steps: How many batches are recorded.
     """
 
-    def __init__(self, folder: str, first_step: int = 20, num_steps: int = 3) -> None:
+    def __init__(self, folder: str, first_batch: int = 20, num_steps: int = 3) -> None:
         self.folder = Path(folder)
-        self.first_step = first_step
-        self.last_step = first_step + num_steps
+        self.first_batch, self.num_steps = first_batch, num_steps
+        self._left = 0
         self._profiler: torch.profiler.profile | None = None
         self._mark: record_function | None = None
         self._trace: dict[str, Any] | None = None
@@ -41,7 +42,9 @@ class StepTimeline(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if trainer.global_step == self.first_step and self._profiler is None and self._trace is None:
+        first = min(self.first_batch, max(0, int(trainer.num_training_batches) - self.num_steps))
+        if self._trace is None and self._profiler is None and batch_idx >= first:
+            self._left = self.num_steps
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it would report on itself, and on missing GPUs
             self._profiler = torch.profiler.profile(
                 activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])],
@@ -62,7 +65,8 @@ class StepTimeline(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._profiler is not None and trainer.global_step >= self.last_step:
+        self._left -= 1
+        if self._profiler is not None and self._left == 0:
             self._stop()
         self._enter("data")
 
@@ -70,7 +74,7 @@ class StepTimeline(pl.Callback):
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._profiler is not None:  # the epoch was shorter
             self._stop()
-        if self._trace is None or (self.folder / tags.TRACE_FILE).exists():
+        if not self._trace:  # nothing yet, or told already: the same on all ranks
             return
         # every rank takes part; only the write is rank 0's
         traces = [trainer.strategy.broadcast(self._trace, src=rank) for rank in range(trainer.world_size)]
@@ -106,7 +110,8 @@ def merge(traces: list[dict[str, Any]]) -> dict[str, Any]:
     for rank, trace in enumerate(traces):
         base = trace.get("baseTimeNanoseconds", 0) / 1000
         for event in trace["traceEvents"]:
-            if event.get("ph") == "X":
+            # a GPU's trace shows each marked range a second time, on the device
+            if event.get("ph") == "X" and event.get("cat") != "gpu_user_annotation":
                 events.append({**event, "ts": event["ts"] + base, "pid": rank})
     start = min((event["ts"] for event in events), default=0.0)
     for event in events:
