@@ -11,6 +11,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.utils.tensorboard import SummaryWriter
 
 from lockstep import figures, report, tags, timeline
+from lockstep.comparison import Comparison, find_runs, read_run
+from lockstep.comparison import compare as compare_runs
 from lockstep.config import ConfigError
 
 MakeRun = Callable[..., Path]
@@ -62,9 +64,9 @@ def make_run(make_config: Callable[..., DictConfig], tmp_path: Path) -> MakeRun:
     return make
 
 
-def compare(tmp_path: Path) -> list[report.Comparison]:
-    runs, _ = report.find_runs([tmp_path / "runs"])
-    return report.compare(runs)
+def compare(tmp_path: Path) -> list[Comparison]:
+    runs, _ = find_runs([tmp_path / "runs"])
+    return compare_runs(runs)
 
 
 def test_speed_up_is_the_median_of_pairs_not_the_ratio_of_medians(make_run: MakeRun, tmp_path: Path) -> None:
@@ -172,11 +174,11 @@ def test_runs_are_found_in_order_and_unfinished_ones_left_out(make_run: MakeRun,
         make_run(str(job), "single", [1.0])
     unfinished = make_run("11", "single", [1.0])
     (unfinished / "metrics.json").unlink()
-    runs, left_out = report.find_runs([tmp_path / "runs", tmp_path / "runs" / "2"])
+    runs, left_out = find_runs([tmp_path / "runs", tmp_path / "runs" / "2"])
     assert [run.folder.name for run in runs] == ["2", "9", "10"]
     assert left_out == {unfinished: "not finished"}
     with pytest.raises(ConfigError, match="nowhere is not a folder"):
-        report.find_runs([tmp_path / "nowhere"])
+        find_runs([tmp_path / "nowhere"])
 
 
 def test_a_later_attempts_points_replace_an_earlier_ones(make_run: MakeRun) -> None:
@@ -186,7 +188,7 @@ def test_a_later_attempts_points_replace_an_earlier_ones(make_run: MakeRun) -> N
     writer = SummaryWriter(str(first.parent))
     writer.add_scalar(tags.EPOCH_SEC, 3.0, 2)
     writer.close()
-    assert report.read_run(folder).values(tags.EPOCH_SEC) == [100.0, 1.0, 3.0]
+    assert read_run(folder).values(tags.EPOCH_SEC) == [100.0, 1.0, 3.0]
 
 
 def test_page_json_and_pictures_are_written(

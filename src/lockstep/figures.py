@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from lockstep import tags
-from lockstep.report import Comparison, Row, Run
+from lockstep.comparison import Comparison, Row, Run
 
 # Okabe and Ito's palette, which colour-blind people can tell apart ("Color universal design", 2008).
 STRATEGY_COLORS = {"single": "#0072B2", "dp": "#E69F00", "ddp": "#009E73"}
