@@ -182,21 +182,31 @@ def _work(function: str, config: dict[str, Any]) -> Any:
     signal.signal(signal.SIGTERM, _exit_once())
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     started = folder / STARTED_FILE
-    started.write_text(str(rank))
     try:
+        started.write_text(str(rank))
         result = pkgutil.resolve_name(function)(OmegaConf.create(config))
         started.unlink()
         return result
     except BaseException as error:
-        failure = {
-            "time": time.time(),
-            "rank": rank,
-            "config_error": isinstance(error, ConfigError),
-            "message": str(error),
-            "traceback": traceback.format_exc(),
-        }
-        (folder / FAILURE_FILE).write_text(json.dumps(failure))
+        try:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the agent ends the others when one has failed
+            _leave_failure(folder, rank, error)
+        except SystemExit:  # its signal came before it was ignored
+            _leave_failure(folder, rank, error)
         raise
+
+
+def _leave_failure(folder: Path, rank: int, error: BaseException) -> None:
+    failure = {
+        "time": time.time(),
+        "rank": rank,
+        "config_error": isinstance(error, ConfigError),
+        "message": str(error),
+        "traceback": "".join(traceback.format_exception(error)),
+    }
+    unfinished = folder / f".{FAILURE_FILE}"
+    unfinished.write_text(json.dumps(failure))
+    unfinished.replace(folder / FAILURE_FILE)
 
 
 def _exit_once() -> Callable[[int, FrameType | None], None]:
@@ -225,6 +235,8 @@ def _first_failure(folder: Path, rank: int, failure: Any) -> Exception:
     killed = {int(path.read_text()) for path in folder.rglob(STARTED_FILE)} - {each["rank"] for each in failures}
     # the agent too kills a worker that will not go, but only after having waited for it
     if first is None or (killed and time.time() - first["time"] < SHUTDOWN_TIMEOUT_SEC):
+        if not killed and failure.exitcode >= 0:
+            return WorkerError(f"rank {rank} ended with exit code {failure.exitcode} before its work began")
         culprit = rank if rank in killed or not killed else min(killed)
         by = f" by {failure.signal_name()}" if culprit == rank and failure.exitcode < 0 else ""
         return WorkerError(f"rank {culprit} was killed{by}; it left no traceback")
