@@ -310,8 +310,7 @@ class EpochMonitor(pl.Callback):
         }
         metrics |= {tags.TRAIN_LOSS_RANK.format(rank=rank): loss for rank, loss in enumerate(by_name["loss"])}
         metrics |= {tags.PHASE_SEC.format(phase=phase): _mean(by_name[phase]) for phase in tags.PHASES}
-        inner = (*tags.INNER_PHASES, tags.OVERLAP_FRACTION)
-        metrics |= {tag: _mean(by_name[tag]) for tag in inner if tag in by_name}
+        metrics |= {tag: _mean(by_name[tag]) for tag in tags.INNER if tag in by_name}
         if len(self._epoch_seconds) == 1 and self._startup_seconds is not None:
             metrics[tags.STARTUP_SEC] = self._startup_seconds
         return metrics

@@ -219,8 +219,7 @@ def _row(runs: list[Run]) -> Row:
     step_sec = _mean([first.cfg.data.batch_size / rate for rate in rates])
     gil_tags = [tags.GIL_CONTENTION.format(rank=rank) for rank in range(how[1])]
     contention = [value for run in runs for tag in gil_tags for value in run.later(tag)]
-    inner_tags = (*tags.INNER_PHASES, tags.OVERLAP_FRACTION)
-    inner = {tag: [value for run in runs for value in run.later(tag)] for tag in inner_tags}
+    inner = {tag: [value for run in runs for value in run.later(tag)] for tag in tags.INNER}
     return Row(
         *how,
         details=first.details,

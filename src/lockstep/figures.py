@@ -232,6 +232,7 @@ def timeline_bars(folder: Path) -> list[Bar]:
         return []
     start, end = min(event["ts"] for event in steps), max(event["ts"] + event["dur"] for event in steps)
     main = {event["pid"]: event["tid"] for event in steps}  # the thread of each process that trains
+    replicas = sorted({event["tid"] for event in events if event["name"] == "replica forward"})
     several = len(main) > 1
     bars = []
     for event in sorted(events, key=lambda e: (e["pid"], e["tid"] != main[e["pid"]], e["tid"], e["ts"])):
@@ -243,8 +244,7 @@ def timeline_bars(folder: Path) -> list[Bar]:
         elif event["name"].endswith("all_reduce"):
             lane = f"{process}, network"  # gloo takes turns between threads; they are one lane here
         else:
-            replicas = list(dict.fromkeys(e["tid"] for e in events if e["name"] == "replica forward"))
-            lane = f"replica {sorted(replicas).index(event['tid'])}"
+            lane = f"replica {replicas.index(event['tid'])}"
         bars.append(Bar(lane, marks[event["name"]], (event["ts"] - start) / 1000, event["dur"] / 1000, whole))
     return bars
 

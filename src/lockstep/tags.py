@@ -34,6 +34,7 @@ INNER_PHASES = {
     GATHER_SEC: ("forward", "gather"),
     REDUCE_SEC: ("backward", "summing gradients"),
 }
+INNER = (*INNER_PHASES, OVERLAP_FRACTION)
 GIL_CONTENTION = "gil/contention_rank_{rank}"  # 0..1, how long a thread waits for the interpreter lock, as a share
 
 # Not measured but noted, once: what a comparison needs to know of a run beside its config.
