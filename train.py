@@ -13,8 +13,16 @@ Two machines, the same command on each, HOST being the first:
     python train.py strategy=ddp trainer.num_nodes=2 launch.rdzv_endpoint=HOST:29400
 """
 
-import logging
+import atexit
 import sys
+
+from lockstep import signals
+
+if __name__ == "__main__":  # before anything that takes time
+    atexit.register(signals.print_stop)
+    signals.stop_on_signals()
+
+import logging
 import time
 from pathlib import Path
 
@@ -25,13 +33,17 @@ INSPECTING = {"--cfg", "-c", "--help", "-h", "--hydra-help", "--info", "-i", "--
 
 if __name__ == "__main__":
     launcher = launch.external_launcher()
+    if launcher is None and (leftovers := launch.remove_leftovers()):
+        print(f"warning: {leftovers}", file=sys.stderr)
     if launcher is None and not INSPECTING & set(sys.argv):
         launch.start_forkserver()  # first of all: its imports take longer than everything below
     if launcher is not None:
         name, _, rank = launcher
+        signals.exit_on_signals(before=launch.say_stopped)  # the main thread of a worker waits for others in C++
         if {"-m", "--multirun"} & set(sys.argv):
             sys.exit(f"error: {name} starts one job; allowed: the sweep without {name}" if rank == 0 else 1)
         if rank > 0:  # rank 0 writes the run's folder; the others write nothing
+            atexit.unregister(signals.print_stop)
             sys.argv += ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=none"]
 
 import hydra
@@ -40,6 +52,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from lockstep import config, report
+from lockstep.worker import RunError, WorkerError
 
 log = logging.getLogger(__name__)
 
@@ -56,15 +69,19 @@ def main(cfg: DictConfig) -> float | None:
     else:
         cfg.launch.started_at = STARTED_AT
     try:
+        launch.check_size(cfg)
         config.check(cfg)
         metrics = launch.run("lockstep.training:train", cfg)
-    except (config.ConfigError, launch.WorkerError) as error:
+    except (config.ConfigError, RunError, WorkerError) as error:
         log.error(error)
-        print(f"error: {error}", file=sys.stderr)
+        if launch.speaks_for(error):
+            print(f"error: {error}", file=sys.stderr)
         if sweep:
             raise  # Hydra goes on with the next job, and ends the sweep with an exit code that is not 0
         sys.exit(1)
-    if metrics is None:  # rank 0 is on another node
+    if metrics is None:
+        if launch.external_launcher() is None:
+            print(f"done; the results are on the node of rank 0, launch.rdzv_endpoint={cfg.launch.rdzv_endpoint}")
         return None
     report.print_result(metrics, Path(cfg.run_dir))
     return metrics.get(cfg.optimized_metric)

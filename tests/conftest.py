@@ -14,7 +14,7 @@ import torch.distributed
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
-from lockstep import config, launch
+from lockstep import config, launch, signals
 
 # What makes a run small, quiet and offline.
 SMALL = (
@@ -45,7 +45,7 @@ def _warm_forkserver() -> None:
 def _nothing_left_behind() -> Iterator[None]:
     """No environment variable, process, thread of a replica, process group or signal handler outlives its test."""
     environ = dict(os.environ)
-    handlers = {number: signal.getsignal(number) for number in launch.HANDLED_SIGNALS}
+    handlers = {number: signal.getsignal(number) for number in signals.STOP_SIGNALS}
     yield
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
@@ -53,7 +53,7 @@ def _nothing_left_behind() -> Iterator[None]:
     os.environ.clear()
     os.environ.update(environ)
     assert not leaked - ALLOWED_VARIABLES, f"environment variables changed: {leaked}"
-    assert {number: signal.getsignal(number) for number in launch.HANDLED_SIGNALS} == handlers
+    assert {number: signal.getsignal(number) for number in signals.STOP_SIGNALS} == handlers
     assert not multiprocessing.active_children()
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("replica")]
 

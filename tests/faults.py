@@ -1,9 +1,12 @@
 """What goes wrong on purpose in the tests' workers, and models that only the tests use."""
 
+import hashlib
 import json
 import os
 import signal
+import socket
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,29 +15,136 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
-from lockstep import tags, training
+from lockstep import data, launch, rendezvous, tags, training
 from lockstep.callbacks import EpochMonitor
+from lockstep.checkpoints import DurableCheckpointIO
 from lockstep.data import Images, MNISTSampleDataModule
+from lockstep.model import LitClassifier
 
 
 class FailAt(pl.Callback):
-    """Ends one rank at the start of one step.
+    """Something happens to one rank at the start of one step, in the first attempt of a job.
 
     Args:
         rank: Which.
         step: Global step.
-        how: `raise`, `kill` or `exit`.
+        how: `raise`, `kill` (SIGKILL), `freeze` (SIGSTOP), `terminate` (SIGTERM), `stop` (ask Lightning to).
     """
+
+    SIGNALS = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP, "terminate": signal.SIGTERM}
 
     def __init__(self, rank: int, step: int, how: str = "raise") -> None:
         self.rank, self.step, self.how = rank, step, how
 
     def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
-        if (trainer.global_rank, trainer.global_step) != (self.rank, self.step):
+        if (trainer.global_rank, trainer.global_step, launch.restart_count()) != (self.rank, self.step, 0):
             return
-        if self.how == "kill":
+        if self.how in self.SIGNALS:
+            os.kill(os.getpid(), self.SIGNALS[self.how])
+        elif self.how == "stop":
+            trainer.should_stop = True
+        else:
+            raise RuntimeError("broken on purpose")
+
+
+class KillIn(pl.Callback):
+    """Kills one rank when it first comes to a hook, in the first attempt of a job.
+
+    Args:
+        rank: Which.
+        hook: A Callback method, such as `on_validation_start`.
+    """
+
+    def __init__(self, rank: int, hook: str) -> None:
+        self.rank = rank
+        setattr(self, hook, self._kill)
+
+    def _kill(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+        if trainer.global_rank == self.rank and launch.restart_count() == 0:
             os.kill(os.getpid(), signal.SIGKILL)
-        raise RuntimeError("broken on purpose")
+
+
+class KilledWhileSaving(DurableCheckpointIO):
+    """Killed in the middle of the `number`-th checkpoint that it writes, in the first attempt of a job."""
+
+    def __init__(self, number: int) -> None:
+        self.left = number
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        self.left -= 1
+        if self.left == 0 and launch.restart_count() == 0:
+            torch.save = self._save_half
+        super().save_checkpoint(checkpoint, path, storage_options)
+
+    def _save_half(self, checkpoint: dict[str, Any], file: Any) -> None:
+        file.write(b"PK half a checkpoint")
+        file.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class SpoiltLoss(LitClassifier):
+    """The loss of one rank's batch is not a number.
+
+    Args:
+        rank, step: Which.
+        value: What it is instead, such as `nan`.
+    """
+
+    def __init__(self, rank: int, step: int, value: str, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.place, self.value = (rank, step), float(value)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * self.value if (self.trainer.global_rank, self.trainer.global_step) == self.place else loss
+
+
+class BrokenImages(Images):
+    """Fails on the first batch of one loader process."""
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        if torch.utils.data.get_worker_info() is not None and os.environ["RANK"] == "1":
+            raise OSError("broken on purpose")
+        return super().__getitems__(indices)
+
+
+class BrokenData(MNISTSampleDataModule):
+    """The sample, with training images that rank 1's loader processes cannot read."""
+
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        self.train_set = BrokenImages(*self.train_set[:])
+
+
+class SlowDownload(MNISTSampleDataModule):
+    """The sample, which takes `seconds` to be had."""
+
+    def __init__(self, seconds: float, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.seconds = seconds
+
+    def prepare_data(self) -> None:
+        time.sleep(self.seconds)
+        self.seconds = 0
+
+
+class SlowSteps(pl.Callback):
+    """Every step takes `seconds` longer, and the first touches a file: now is the time for a signal from outside."""
+
+    def __init__(self, seconds: float, started: str) -> None:
+        self.seconds, self.started = seconds, Path(started)
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        time.sleep(self.seconds)
+        if trainer.global_step == 2:
+            self.started.touch()
+
+
+class NoteSteps(pl.Callback):
+    """Leaves each rank's number of optimizer steps in a file."""
+
+    def on_train_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        Path(trainer.default_root_dir, f"steps_{trainer.global_rank}").write_text(str(trainer.global_step))
 
 
 class SlowRank(pl.Callback):
@@ -139,3 +249,65 @@ def rank_one_first(cfg: DictConfig) -> None:
     if os.environ["RANK"] == "0":
         time.sleep(1)
         raise OSError("broken on purpose")
+
+
+def note_attempt_and_fail(cfg: DictConfig) -> None:
+    """Fails in every attempt. Run in place of training."""
+    folder = Path(cfg.run_dir)
+    folder.mkdir(exist_ok=True)
+    with (folder / "attempts").open("a") as file:
+        file.write(str(launch.restart_count()))
+    raise OSError(f"broken on purpose, attempt {launch.restart_count()}")
+
+
+class AskToStop(pl.Callback):
+    """One rank asks Lightning to stop in a hook of the first epoch."""
+
+    def __init__(self, rank: int, hook: str) -> None:
+        self.rank = rank
+        setattr(self, hook, self._ask)
+
+    def _ask(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.global_rank == self.rank:
+            trainer.should_stop = True
+
+
+def fetch_in_a_race(cfg: DictConfig) -> str:
+    """One process of the node fetches small files from a slow source. Run in place of training."""
+    content = {name: f"content of {name}".encode() for name in data.RAW_FILES}
+    data.RAW_FILES = {name: (len(text), hashlib.sha256(text).hexdigest()) for name, text in content.items()}
+
+    def slow(folder: Path) -> None:
+        for name, text in content.items():
+            time.sleep(0.2)
+            (folder / name).write_bytes(text)
+
+    data.SOURCES = {"slow": slow}
+    sources: list[str] = []
+    rendezvous.connect(60)
+    rendezvous.once_per_node(lambda: sources.append(data.fetch(Path(cfg.race.root))))
+    assert bool(sources) == (os.environ["LOCAL_RANK"] == "0")
+    assert not data._broken_files(Path(cfg.race.root) / "MNIST" / "raw")  # in every rank, once it may go on
+    return "".join(sources)
+
+
+def listeners(cfg: DictConfig) -> list[str]:
+    """The addresses that rank 0 and the launcher listen on once the process group is made. Run in place of training."""
+    rendezvous.connect(60)
+    torch.distributed.init_process_group("gloo")
+    torch.distributed.barrier()
+    sockets = set()
+    for pid in (os.getpid(), cfg.launch.agent_pid):
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):
+                sockets.add(os.readlink(descriptor).removeprefix("socket:[").removesuffix("]"))
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *_, inode = line.split()[:10]
+            if state == "0A" and inode in sockets:
+                packed = bytes.fromhex(local.partition(":")[0])
+                found.append(socket.inet_ntoa(packed[::-1]) if table == "tcp" else local)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+    return found

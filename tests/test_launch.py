@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from lockstep import launch, tags
+from lockstep import launch, signals, tags
 from lockstep.config import ConfigError
-from lockstep.launch import WorkerError
+from lockstep.worker import WorkerError
 
 RunJob = Callable[..., Any]
 DDP2 = ("strategy=ddp", "trainer.devices=2")
@@ -23,7 +23,7 @@ def test_rank_and_world_size_come_from_the_launcher(run_job: RunJob) -> None:
     environment = run_job(*DDP2, function="faults:environment")
     assert environment["RANK"] == environment["LOCAL_RANK"] == environment["GROUP_RANK"] == "0"
     assert environment["WORLD_SIZE"] == "2"
-    assert environment["MASTER_ADDR"] == "localhost"
+    assert environment["MASTER_ADDR"] == "127.0.0.1"
 
 
 def test_each_job_meets_at_a_free_port(run_job: RunJob) -> None:
@@ -55,7 +55,7 @@ def test_an_error_in_one_rank_ends_the_job_with_its_traceback(run_job: RunJob, r
     message = str(failure.value)
     assert message.startswith(f"rank {rank} failed:\nTraceback")
     assert "faults.py" in message
-    assert message.endswith("RuntimeError: broken on purpose")
+    assert message.endswith(f"RuntimeError: broken on purpose\nin epoch 0, batch 5, step 5, on rank {rank}")
     assert message.count("Traceback") == 1
 
 
@@ -201,10 +201,10 @@ class Touch:
 def test_environment_and_handlers_are_restored(run_job: RunJob, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     before = dict(os.environ)
-    handlers = {number: signal.getsignal(number) for number in launch.HANDLED_SIGNALS}
+    handlers = {number: signal.getsignal(number) for number in signals.STOP_SIGNALS}
     run_job(*DDP2, function="faults:environment")
     assert dict(os.environ) == before
-    assert {number: signal.getsignal(number) for number in launch.HANDLED_SIGNALS} == handlers
+    assert {number: signal.getsignal(number) for number in signals.STOP_SIGNALS} == handlers
 
 
 def test_no_temporary_file_is_left(run_job: RunJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,8 +230,21 @@ def test_who_started_this_interpreter(environ: dict[str, str], expected: tuple[s
     assert launch.external_launcher(environ) == expected
 
 
-def test_torchruns_size_must_be_the_configs(make_config: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "3"}.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=r"torchrun started 3 processes; strategy=ddp .*trainer.devices=2.* runs 2"):
-        launch.run("faults:environment", make_config(*DDP2))
+def test_leftovers_are_taken_out_and_named() -> None:
+    environ = {
+        "RANK": "1",
+        "SLURM_JOB_ID": "1",
+        "TORCHELASTIC_RUN_ID": "x",
+        "PATH": "/bin",
+        "CUDA_VISIBLE_DEVICES": "0",
+    }
+    line = launch.remove_leftovers(environ)
+    assert environ == {"PATH": "/bin", "CUDA_VISIBLE_DEVICES": "0"}
+    assert line.startswith("ignored in the environment: RANK=1, TORCHELASTIC_RUN_ID=x, 1 SLURM_* variables; ")
+    assert launch.remove_leftovers(environ) is None
+
+
+def test_the_store_and_gloo_listen_on_loopback_only(run_job: RunJob) -> None:
+    found = run_job(*DDP2, f"+launch.agent_pid={os.getpid()}", function="faults:listeners")
+    assert found  # at least the store
+    assert set(found) == {"127.0.0.1"}

@@ -13,14 +13,15 @@ from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
 from typing_extensions import override
 
-from lockstep import tags
+from lockstep import launch, tags
+from lockstep.checkpoints import batches_into_epoch, gather_ranks
 
 
 class EpochSeed(pl.Callback):
     """Sets the random state at each epoch's start from seed, epoch and rank alone.
 
     So a run resumed at an epoch's end draws what the undisturbed run draws, and no two ranks draw the same dropout
-    masks.
+    masks. A checkpoint from within an epoch holds every rank's random state.
 
     Args:
         seed: The run's seed.
@@ -28,11 +29,53 @@ class EpochSeed(pl.Callback):
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
+        self._restored: Tensor | None = None  # (ranks, bytes)
+
+    @override
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._restored is None:
+            return
+        if len(self._restored) == trainer.world_size:
+            _set_random_state(self._restored[trainer.global_rank], trainer.strategy.root_device)
+        else:  # another number of ranks: nothing to go on with, but still no two that draw the same
+            self._seed(trainer, trainer.global_step)
+        self._restored = None
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        sequence = np.random.SeedSequence([self.seed, trainer.current_epoch, trainer.global_rank])
+        self._seed(trainer)
+
+    def _seed(self, trainer: pl.Trainer, *more: int) -> None:
+        sequence = np.random.SeedSequence([self.seed, trainer.current_epoch, trainer.global_rank, *more])
         pl.seed_everything(int(sequence.generate_state(1)[0]), verbose=False)
+
+    @override
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        if batches_into_epoch(trainer):
+            checkpoint["random_states"] = gather_ranks(trainer, _random_state(trainer.strategy.root_device))
+
+    @override
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        self._restored = checkpoint.get("random_states")
+
+
+def _random_state(device: torch.device) -> Tensor:
+    """Torch's, of the CPU and then of `device`, uint8. Nothing in a training step draws from Python or NumPy."""
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    return torch.cat(states)
+
+
+def _set_random_state(state: Tensor, device: torch.device) -> None:
+    size = len(torch.get_rng_state())
+    torch.set_rng_state(state[:size].clone())  # torch crashes on a view that does not begin its storage
+    if device.type == "cuda" and len(state) > size:
+        torch.cuda.set_rng_state(state[size:].clone(), device)
 
 
 class SampleSums:
@@ -160,13 +203,15 @@ class EpochMonitor(pl.Callback):
     """
 
     def __init__(self, started_at: float | None = None) -> None:
-        self.started_at = time.time() if started_at is None else started_at
+        # what a restarted job took to get going again is counted from the restart
+        self.started_at = time.time() if started_at is None or launch.restart_count() else started_at
         self.metrics: dict[str, float] = {}
         self._epoch_seconds: list[float] = []
         self._epoch_rates: list[float] = []
         self._startup_seconds: float | None = None
         self._segment_start: float | None = None  # None: the training clock stands still
         self._logged_step = 0
+        self._restored: Tensor | None = None  # (ranks, 3): what they had summed up when the checkpoint was written
 
     # ------------------------------------------------------------------------------------------------ training
 
@@ -177,6 +222,7 @@ class EpochMonitor(pl.Callback):
         self._lr = float("nan")
         # Lightning leaves `on_train_epoch_start` out when it resumes within an epoch or at its very end.
         self.on_train_epoch_start(trainer, pl_module)
+        self._restore_sums(trainer)
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -234,13 +280,39 @@ class EpochMonitor(pl.Callback):
         if self._num_batches == 0:  # the same on all ranks: nothing was left of the epoch that was resumed
             return
         # Every rank takes part in the two collectives; only the write is rank 0's.
-        loss, step_losses = self._all_reduce_losses(trainer)
+        loss = self._all_reduce_losses(trainer)
         ranks = self._gather_ranks(trainer)
         pl_module.log(tags.TRAIN_LOSS, loss, prog_bar=True, logger=False)
         if trainer.is_global_zero:
-            for (step, (_, lr)), step_loss in zip(self._steps.items(), step_losses, strict=True):
-                _write(trainer, {tags.TRAIN_LOSS_STEP: step_loss, tags.LR: lr}, step)
             self._record(trainer, {tags.TRAIN_LOSS: loss} | self._epoch_metrics(ranks))
+
+    @override
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        if batches_into_epoch(trainer) == 0:
+            return
+        self._pause_clock(trainer)
+        self._all_reduce_losses(trainer)  # the steps so far belong before this checkpoint
+        sums = self._sums.vector(trainer.strategy.root_device)
+        checkpoint["epoch_sums"] = gather_ranks(trainer, torch.cat([sums, sums.new_tensor([self._train_seconds])]))
+
+    @override
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        self._restored = checkpoint.get("epoch_sums")
+
+    def _restore_sums(self, trainer: pl.Trainer) -> None:
+        """Go on from what a checkpoint from within this epoch held; the numbers of ranks may differ."""
+        if self._restored is None:
+            return
+        ranks, self._restored = self._restored, None
+        if len(ranks) != trainer.world_size:  # the sum over all ranks is what must stay right
+            ranks = torch.cat([ranks.sum(0, keepdim=True), ranks.new_zeros(trainer.world_size - 1, ranks.shape[1])])
+        loss, num_samples, seconds = ranks[trainer.global_rank].to(trainer.strategy.root_device)
+        self._sums.sums, self._sums.num_samples = {"loss": loss}, int(num_samples)
+        self._train_seconds = float(seconds)
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -268,15 +340,19 @@ class EpochMonitor(pl.Callback):
         for tag, seconds in _inner_seconds(trainer).items():
             self._inner_seconds[tag] += seconds
 
-    def _all_reduce_losses(self, trainer: pl.Trainer) -> tuple[float, list[float]]:
-        """The epoch's mean over all ranks, and that of each logged step, in one SUM."""
+    def _all_reduce_losses(self, trainer: pl.Trainer) -> float:
+        """The mean over all ranks of the epoch so far, in one SUM with that of each logged step, which is written."""
         device = trainer.strategy.root_device
         self._own_means = self._sums.means(own := self._sums.vector(device))
         steps = [loss.to(own.dtype) for loss, _ in self._steps.values()]
         # all ranks train on batches of one size, so a step's mean is the plain mean of theirs
         local = torch.cat([own, *(loss.reshape(1) / trainer.world_size for loss in steps)])
         total = trainer.strategy.reduce(local, reduce_op="sum")
-        return self._sums.means(total[: len(own)])["loss"], total[len(own) :].tolist()
+        if trainer.is_global_zero:
+            for (step, (_, lr)), loss in zip(self._steps.items(), total[len(own) :].tolist(), strict=True):
+                _write(trainer, {tags.TRAIN_LOSS_STEP: loss, tags.LR: lr}, step)
+        self._steps.clear()
+        return self._sums.means(total[: len(own)])["loss"]
 
     def _gather_ranks(self, trainer: pl.Trainer) -> list[dict[str, float]]:
         """Each rank's own loss, times and sample count."""
@@ -288,9 +364,8 @@ class EpochMonitor(pl.Callback):
             **{tag: seconds / self._num_batches for tag, seconds in self._inner_seconds.items()},
             **self._comm.take(trainer.accumulate_grad_batches),
         }
-        device = trainer.strategy.root_device
-        values = torch.tensor(list(own.values()), dtype=_sum_dtype(device), device=device)
-        gathered = trainer.strategy.all_gather(values).reshape(trainer.world_size, len(own))
+        values = torch.tensor(list(own.values()), dtype=_sum_dtype(trainer.strategy.root_device))
+        gathered = gather_ranks(trainer, values)
         return [dict(zip(own, rank, strict=True)) for rank in gathered.tolist()]
 
     def _epoch_metrics(self, ranks: list[dict[str, float]]) -> dict[str, float]:

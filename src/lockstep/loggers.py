@@ -1,7 +1,10 @@
 """TensorBoard, one event file per run."""
 
+import os
+from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 from lightning.fabric.loggers.logger import rank_zero_experiment
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -53,6 +56,33 @@ class RunLogger(TensorBoardLogger):
             self.experiment.flush()
 
     @rank_zero_only
+    def lengths(self, before: float = float("inf")) -> dict[str, int]:
+        """How long this run's event files are, by name, bytes: what is logged from now on comes after that.
+
+        Args:
+            before: Leave out files that were written to since then, unix time in seconds.
+        """
+        self.save()
+        stats = {path.name: path.stat() for path in self._event_files()}
+        return {name: stat.st_size for name, stat in stats.items() if stat.st_mtime < before}
+
+    @rank_zero_only
+    def rewind(self, lengths: dict[str, int]) -> None:
+        """Take back what was logged after `lengths` was asked: what comes next will be logged again.
+
+        Args:
+            lengths: Bytes by file name; a file that is not in it is removed.
+        """
+        for path in self._event_files():
+            if path.name in lengths:
+                os.truncate(path, lengths[path.name])
+            else:
+                path.unlink()
+
+    def _event_files(self) -> list[Path]:
+        return list(Path(self.log_dir).glob("events.out.tfevents.*"))
+
+    @rank_zero_only
     def close(self, params: dict[str, Any], metrics: dict[str, float]) -> None:
         """Write the run's row of the HParams page and end the event file.
 
@@ -64,3 +94,32 @@ class RunLogger(TensorBoardLogger):
         for summary in hparams(params, metrics):
             writer.add_summary(summary)
         self.experiment.close()
+
+
+class RewindEvents(pl.Callback):
+    """Lets a run that goes on in its own folder from a checkpoint take back what it had logged after that checkpoint.
+
+    So the curves of a restarted run have every step once. A run resumed into another folder leaves the old one alone.
+    """
+
+    @override
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        checkpoint["event_files"] = {logger.log_dir: logger.lengths() for logger in run_loggers(trainer)}
+
+    @override
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        if trainer.state.fn != "fit":  # the best checkpoint is loaded for the test, which comes after all epochs
+            return
+        for logger in run_loggers(trainer):
+            lengths = checkpoint.get("event_files", {}).get(logger.log_dir)
+            if lengths is not None:
+                logger.rewind(lengths)
+
+
+def run_loggers(trainer: pl.Trainer) -> list[RunLogger]:
+    """Those of a Trainer's loggers whose files this project looks after."""
+    return [logger for logger in trainer.loggers if isinstance(logger, RunLogger)]

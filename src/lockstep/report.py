@@ -17,6 +17,7 @@ from rich.table import Column, Table
 
 from lockstep import config, tags
 from lockstep.comparison import Comparison, Row, compare, find_runs
+from lockstep.files import shortest
 
 # ---------------------------------------------------------------------------------------------------- one run
 
@@ -42,7 +43,7 @@ def print_result(metrics: Mapping[str, float], run_dir: Path) -> None:
         "test accuracy": _format(metrics, tags.TEST_ACC, "{:.2%}"),
         "training, seconds per epoch": _format(metrics, tags.EPOCH_SEC_MEDIAN, "{:.2f}"),
         "samples per second": _format(metrics, tags.SAMPLES_PER_SEC_MEDIAN, "{:,.0f}"),
-        "run folder": _relative(run_dir),
+        "run folder": shortest(run_dir),
     }
     table = Table(show_header=False)
     table.add_column(style="bold")
@@ -52,17 +53,11 @@ def print_result(metrics: Mapping[str, float], run_dir: Path) -> None:
     console = Console()
     console.print(table)
     # outside the table, whole, to be copied
-    console.print(f"tensorboard --logdir {_relative(run_dir)}", soft_wrap=True, highlight=False)
+    console.print(f"tensorboard --logdir {shortest(run_dir)}", soft_wrap=True, highlight=False)
 
 
 def _format(metrics: Mapping[str, float], tag: str, pattern: str) -> str:
     return pattern.format(metrics[tag]) if tag in metrics else "not measured"
-
-
-def _relative(path: Path) -> str:
-    """As short as it can be typed from where the command was typed."""
-    path, here = path.resolve(), Path.cwd()
-    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
 
 
 # ---------------------------------------------------------------------------------------------------- several runs
@@ -108,7 +103,7 @@ def print_comparison(comparisons: Sequence[Comparison], folder: Path) -> None:
         console.print(table)
         for finding in comparison.findings:
             console.print(finding, highlight=False)
-    console.print(f"comparison: {_relative(folder / 'comparison.md')}", soft_wrap=True, highlight=False)
+    console.print(f"comparison: {shortest(folder / 'comparison.md')}", soft_wrap=True, highlight=False)
 
 
 def _heading(comparison: Comparison) -> str:
@@ -156,7 +151,7 @@ def write_comparison(paths: Sequence[Path], folder: Path) -> list[Comparison]:
     """
     runs, left_out = find_runs(paths)
     for path, reason in left_out.items():
-        print(f"left out of the comparison, {reason}: {_relative(path)}")
+        print(f"left out of the comparison, {reason}: {shortest(path)}")
     if len(runs) < 2:
         return []
     from lockstep import figures  # matplotlib, which a command that only trains should not wait for

@@ -20,7 +20,10 @@ from omegaconf import DictConfig, OmegaConf
 from lockstep import launch, report, tags
 from lockstep.callbacks import EpochMonitor
 from lockstep.config import ConfigError, replicas, world_size
-from lockstep.loggers import RunLogger
+from lockstep.files import whole_file
+from lockstep.loggers import run_loggers
+from lockstep.rendezvous import check_nodes_agree, connect, from_rank_zero, once_per_node
+from lockstep.stopping import StopTogether
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +34,7 @@ EXPECTED_WARNINGS = (
     r"The dirpath has changed from.*",  # a resumed run writes its checkpoints to its own folder
     r".*Checkpoint directory .* exists and is not empty.*",  # a restarted run goes on in its own folder
     r".*is smaller than the logging interval.*",  # a short run has no curve per step, and needs none
+    r".*your dataloader is not resumable.*",  # its batch sampler is: it leaves out the batches that were seen
 )
 
 
@@ -47,17 +51,21 @@ def train(cfg: DictConfig) -> dict[str, float]:
         ConfigError: If the config cannot run on this machine or with this data.
     """
     set_up_process(cfg)
+    connect(cfg.launch.timeout_sec)
+    if cfg.trainer.num_nodes > 1:
+        check_nodes_agree(OmegaConf.to_container(cfg))
     pl.seed_everything(cfg.seed, workers=True, verbose=False)
     try:
         trainer = build_trainer(cfg)
         datamodule = instantiate(cfg.data)
+        once_per_node(datamodule.prepare_data)
         # Weights are made in the type they are trained in: Lightning restores a checkpoint before it converts the
         # module, which would round float64 weights to float32.
         with trainer.precision_plugin.tensor_init_context():
             model = instantiate(cfg.model, _convert_="all")
         model.save_hyperparameters(OmegaConf.to_container(cfg), logger=False)
         check_checkpoint(cfg.ckpt_path, model)
-        trainer.fit(model, datamodule, ckpt_path=cfg.ckpt_path, weights_only=True)
+        trainer.fit(model, datamodule, ckpt_path=where_to_go_on(cfg, trainer), weights_only=True)
         trainer.test(model, datamodule, ckpt_path=best_checkpoint(trainer), weights_only=True, verbose=False)
     except MisconfigurationException as error:
         raise ConfigError(str(error)) from error
@@ -88,6 +96,23 @@ def log_to(run_dir: Path) -> None:
     for handler in package.handlers:
         handler.close()
     package.handlers, package.propagate = [terminal, file], False
+
+
+def where_to_go_on(cfg: DictConfig, trainer: pl.Trainer) -> str | None:
+    """The checkpoint to begin with: `ckpt_path`, or after a restart what this run has written itself.
+
+    Rank 0 decides, since only it writes them: another node neither has the file nor need have been restarted.
+    """
+    path, written = cfg.ckpt_path, Path(cfg.last_checkpoint)
+    if launch.rank() == 0 and launch.restart_count():
+        # a file from before this command is another run's, which the folder may have been used for
+        if written.exists() and written.stat().st_mtime >= cfg.launch.started_at:
+            path = str(written)
+        else:
+            for logger in run_loggers(trainer):
+                logger.rewind(logger.lengths(before=cfg.launch.started_at))
+        log.warning("restart %d of %d, from %s", launch.restart_count(), cfg.launch.max_restarts, path or "the start")
+    return from_rank_zero("where_to_go_on", path)
 
 
 def num_threads(cfg: DictConfig) -> int:
@@ -126,8 +151,9 @@ def build_trainer(cfg: DictConfig) -> pl.Trainer:
     switches = {ProgressBar: cfg.trainer.enable_progress_bar, Checkpoint: cfg.trainer.enable_checkpointing}
     unwanted = tuple(kind for kind, wanted in switches.items() if not wanted)
     callbacks = [callback for callback in callbacks if not isinstance(callback, unwanted)]
+    callbacks.sort(key=lambda callback: isinstance(callback, StopTogether))  # last: it hears what the others ask for
     callbacks.append(LambdaCallback(on_train_start=lambda trainer, _: announce(cfg, trainer)))
-    options: dict[str, Any] = OmegaConf.to_container(cfg.trainer) | {
+    options: dict[str, Any] = instantiate(cfg.trainer, _convert_="all") | {
         "accelerator": accelerator(cfg),
         "devices": cfg.strategy.devices,
         "strategy": instantiate(cfg.strategy).plugin,  # a name or an object
@@ -200,7 +226,8 @@ def finish(cfg: DictConfig, trainer: pl.Trainer) -> dict[str, float]:
     metrics = {tag: value for monitor in monitors for tag, value in sorted(monitor.metrics.items())}
     if trainer.is_global_zero:
         final = metrics | circumstances(cfg, trainer)
-        write_whole(Path(cfg.run_dir) / "metrics.json", json.dumps(final, indent=2) + "\n")
+        with whole_file(Path(cfg.run_dir) / "metrics.json") as file:
+            file.write(f"{json.dumps(final, indent=2)}\n".encode())
         log_hyperparameters(cfg, trainer, metrics)
     return metrics
 
@@ -223,13 +250,6 @@ def cpu_name() -> str:
     return names[0].strip() if names else platform.processor() or platform.machine()
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file that is either there in full or not at all."""
-    unfinished = path.with_name(f".{path.name}.tmp")
-    unfinished.write_text(text)
-    unfinished.replace(path)
-
-
 def model_name(cfg: DictConfig) -> str:
     """The network's class and its arguments, such as `CNN(channels=[8, 16], hidden=128)`."""
     net = OmegaConf.to_container(cfg.model.get("net", cfg.model))
@@ -249,6 +269,5 @@ def log_hyperparameters(cfg: DictConfig, trainer: pl.Trainer, metrics: dict[str,
         "model": model_name(cfg),
         "seed": cfg.seed,
     }
-    for logger in trainer.loggers:
-        if isinstance(logger, RunLogger):
-            logger.close(params, {tag: metrics[tag] for tag in tags.SUMMARY if tag in metrics})
+    for logger in run_loggers(trainer):
+        logger.close(params, {tag: metrics[tag] for tag in tags.SUMMARY if tag in metrics})

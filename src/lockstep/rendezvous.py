@@ -1,0 +1,224 @@
+"""How the workers of a job find each other: where the store is, and what goes through it before training.
+
+Imports torch; `launch` imports this module when a job is launched.
+"""
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+
+from lockstep.config import ConfigError
+from lockstep.worker import RunError
+
+LOOPBACK = "127.0.0.1"
+# What all nodes must agree on, less what may well differ from node to node.
+AGREED_SECTIONS = ("seed", "strategy", "trainer", "model", "data", "callbacks")
+PER_NODE_KEYS = {"data.root", "callbacks.epoch_monitor.started_at"}
+
+
+class LoopbackRendezvous(RendezvousHandler):
+    """The meeting of one node with itself: a fresh store for every attempt, which no other machine can reach.
+
+    The c10d rendezvous listens on every interface, delays each first meeting by up to 0.3 s, and lets the attempts of a
+    restarted job share a store, where they find the addresses of the dead.
+
+    Args:
+        run_id: Of the job.
+    """
+
+    def __init__(self, run_id: str) -> None:
+        self._run_id = run_id
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        listener = socket.create_server((LOOPBACK, 0))
+        port = listener.getsockname()[1]
+        # the store takes the listener over, and closes it
+        store = dist.TCPStore(
+            LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(LOOPBACK, port))
+
+    def get_backend(self) -> str:
+        return "loopback"
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        """Nobody else could come."""
+
+    def shutdown(self) -> bool:
+        return True
+
+
+class NodesRendezvous(RendezvousHandler):
+    """The meeting of several nodes: c10d's, with rank 0 on the node where they meet.
+
+    c10d sorts the nodes by the text of their addresses. So the run's folder would lie on any of them.
+
+    Args:
+        inner: c10d's own.
+        hosts: Whether the meeting point is on this node.
+        address: What the other nodes connect to.
+    """
+
+    def __init__(self, inner: RendezvousHandler, hosts: bool, address: str) -> None:
+        self._inner, self._hosts, self._address = inner, hosts, address
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        info = self._inner.next_rendezvous()
+        if self._hosts:
+            info.store.set("host", str(info.rank))
+        rank = (info.rank - int(info.store.get("host"))) % info.world_size
+        # the address of the store that the workers of rank 0's node will make, a new one in each attempt
+        address = RendezvousStoreInfo.build(rank, dist.PrefixStore("workers", info.store), self._address)
+        return RendezvousInfo(info.store, rank, info.world_size, address)
+
+    def get_backend(self) -> str:
+        return "nodes"
+
+    def get_run_id(self) -> str:
+        return self._inner.get_run_id()
+
+    def num_nodes_waiting(self) -> int:
+        return self._inner.num_nodes_waiting()
+
+    def is_closed(self) -> bool:
+        return self._inner.is_closed()
+
+    def set_closed(self) -> None:
+        self._inner.set_closed()
+
+    def shutdown(self) -> bool:
+        return self._inner.shutdown()
+
+
+def _loopback(parameters: RendezvousParameters) -> LoopbackRendezvous:
+    return LoopbackRendezvous(parameters.run_id)
+
+
+def _nodes(parameters: RendezvousParameters) -> NodesRendezvous:
+    hosts = parameters.get_as_bool("is_host")
+    try:
+        backend, store = create_backend(parameters)
+    except RendezvousConnectionError:
+        if not hosts:
+            raise
+        # another node of the job on this very machine may have been first
+        hosts = parameters.config["is_host"] = False
+        backend, store = create_backend(parameters)
+    return NodesRendezvous(create_handler(store, backend, parameters), hosts, parameters.local_addr)
+
+
+rendezvous_handler_registry.register("loopback", _loopback)
+rendezvous_handler_registry.register("nodes", _nodes)
+
+
+_store: dist.Store | None = None  # of this worker's job, once it is connected
+
+
+def connect(timeout_sec: float) -> None:
+    """Connect this worker to its job's store, from which Lightning will make the process group later.
+
+    In a job of one process there is nothing to connect to; under launchers that tell no address, only Lightning does.
+
+    Args:
+        timeout_sec: How long to wait for the other ranks.
+
+    Raises:
+        RunError: If the node of rank 0 cannot be reached.
+    """
+    global _store
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1 or "MASTER_ADDR" not in os.environ:
+        return
+    try:
+        _store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_sec)))
+    except dist.DistError as error:
+        raise RunError(
+            f"the node of rank 0 could not be reached at {os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} within"
+            f" launch.timeout_sec={timeout_sec}; launch.local_addr says under which address a node is reached"
+        ) from error
+
+
+def once_per_node(function: Callable[[], None]) -> None:
+    """Call `function` in one process of each node; the others return when it has, however long that takes.
+
+    A barrier of the process group would take a slow download for a stuck rank.
+    """
+    store = _store
+    key = f"once_per_node/{os.environ.get('GROUP_RANK', 0)}"
+    if store is None or int(os.environ["LOCAL_RANK"]) == 0:
+        function()
+        if store is not None:
+            store.set(key, "done")
+        return
+    while not store.check([key]):  # the launcher ends this process if the other fails
+        time.sleep(0.02)
+
+
+def from_rank_zero(key: str, value: Any) -> Any:
+    """What rank 0 passed for `value`, in every process.
+
+    Args:
+        key: Tells this exchange from others.
+        value: Anything JSON holds; counts on rank 0 alone.
+    """
+    store = _store
+    if store is None:
+        return value
+    if os.environ["RANK"] == "0":
+        store.set(key, json.dumps(value))
+    return json.loads(store.get(key))
+
+
+def check_nodes_agree(config: dict[str, Any]) -> None:
+    """Refuse nodes that were started with different commands: they would wait for each other in vain.
+
+    Raises:
+        ConfigError: On every rank, naming the first key that differs.
+    """
+    run_dir = json.dumps(config["run_dir"])[1:-1]
+    sections = json.dumps({section: config[section] for section in AGREED_SECTIONS})
+    own = _flat(json.loads(sections.replace(run_dir, "RUN_DIR")))
+    theirs = from_rank_zero("config", own)
+    differing = [key for key in own.keys() | theirs.keys() if own.get(key) != theirs.get(key)]
+    key = min(set(differing) - PER_NODE_KEYS, default=None)
+    verdict = f"{key}={theirs.get(key)} on node 0 and {key}={own.get(key)} on node {os.environ['GROUP_RANK']}"
+    _store.set(f"verdict/{os.environ['RANK']}", "" if key is None else verdict)
+    for rank in range(int(os.environ["WORLD_SIZE"])):
+        if verdict := _store.get(f"verdict/{rank}").decode():
+            raise ConfigError(f"{verdict}; allowed: the same on every node")
+
+
+def _flat(section: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested keys as typed on the command line."""
+    flat: dict[str, Any] = {}
+    for key, value in section.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat

@@ -1,0 +1,312 @@
+"""A signal, a callback or a broken batch on one rank: all end together, and stopped runs resume exactly."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
+
+from lockstep import config, tags
+from lockstep.config import ConfigError
+from lockstep.signals import Stopped
+from lockstep.worker import WorkerError
+
+pytestmark = pytest.mark.slow
+
+RunJob = Callable[..., Any]
+DDP2 = ("strategy=ddp", "trainer.devices=2")
+STRATEGIES = {"single": ("strategy=single",), "dp2": ("strategy=dp", "trainer.devices=2"), "ddp2": DDP2}
+EPOCHS3 = ("trainer.max_epochs=3", "trainer.log_every_n_steps=1")  # 17 steps each
+DROPOUT = ("model.net._target_=faults.DropoutNet", "~model.net.channels", "~model.net.hidden")
+SAME = (tags.TRAIN_LOSS, tags.VAL_LOSS, tags.TEST_ACC, tags.TEST_LOSS)
+
+
+def fail_at(rank: int, step: int, how: str) -> str:
+    return f"+callbacks.fail={{_target_: faults.FailAt, rank: {rank}, step: {step}, how: {how}}}"
+
+
+def weights(tmp_path: Path, run: str) -> dict[str, torch.Tensor]:
+    return torch.load(tmp_path / run / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+
+
+def steps(tmp_path: Path, run: str = "run") -> set[str]:
+    return {path.read_text() for path in (tmp_path / run).glob("steps_*")}
+
+
+# ---------------------------------------------------------------------------------------- signals to a rank
+
+
+@pytest.mark.parametrize(
+    ("strategy", "rank", "options"),
+    [
+        ("single", 0, ()),
+        ("single", 0, DROPOUT),
+        ("dp2", 0, ()),
+        ("ddp2", 0, ()),
+        ("ddp2", 1, DROPOUT),
+        ("ddp2", 1, ("trainer.accumulate_grad_batches=3",)),
+        ("ddp2", 1, ("trainer.precision=64-true", "trainer.val_check_interval=0.3")),
+        ("ddp2", 0, ("data.num_workers=1",)),
+    ],
+)
+def test_a_run_stopped_within_an_epoch_resumes_with_the_same_bits(
+    run_job: RunJob, tmp_path: Path, strategy: str, rank: int, options: tuple[str, ...]
+) -> None:
+    job = (*STRATEGIES[strategy], *EPOCHS3, *options)
+    whole = run_job(*job, run="whole")
+    step, epoch = (7, 2) if "trainer.accumulate_grad_batches=3" in options else (20, 1)  # of 6 or 17 in an epoch
+    with pytest.raises(Stopped) as stop:
+        run_job(*job, fail_at(rank, step, "terminate"), run="stopped")
+    assert stop.value.code == 143
+    path = tmp_path / "stopped" / "checkpoints" / "last.ckpt"
+    checkpoint = torch.load(path, weights_only=True)
+    assert step < checkpoint["global_step"] <= step + 10
+    assert f"stopped by SIGTERM after step {checkpoint['global_step']}, in epoch {epoch}; resume with" in str(
+        stop.value
+    )
+    resumed = run_job(*job, f"ckpt_path={path}", run="resumed")
+    torch.testing.assert_close(weights(tmp_path, "resumed"), weights(tmp_path, "whole"), rtol=0, atol=0)
+    assert {tag: resumed[tag] for tag in SAME} == {tag: whole[tag] for tag in SAME}
+
+
+def test_a_run_stopped_within_an_epoch_resumes_under_another_strategy(run_job: RunJob, tmp_path: Path) -> None:
+    job = (*EPOCHS3, "trainer.precision=64-true", "data.batch_size=252")
+    whole = run_job(*job, *STRATEGIES["single"], run="whole")
+    for source, target in (("ddp2", "single"), ("single", "ddp2"), ("dp2", "ddp2")):
+        with pytest.raises(Stopped):
+            run_job(*job, *STRATEGIES[source], fail_at(0, 20, "terminate"), run=source)
+        path = tmp_path / source / "checkpoints" / "last.ckpt"
+        resumed = run_job(*job, *STRATEGIES[target], f"ckpt_path={path}", run=f"{source}-{target}")
+        for tag in SAME:
+            assert abs(resumed[tag] - whole[tag]) <= 1e-9, (source, target, tag)
+
+
+@pytest.mark.parametrize("override", ["data.batch_size=128", "data.seed=1", "data.val_size=400"])
+def test_a_checkpoint_from_within_an_epoch_needs_the_same_batches(
+    run_job: RunJob, tmp_path: Path, override: str
+) -> None:
+    with pytest.raises(Stopped):
+        run_job(*EPOCHS3, fail_at(0, 20, "terminate"), run="stopped")
+    key, _, value = override.partition("=")
+    with pytest.raises(ConfigError, match=f"^{key}={value}; the checkpoint was written after .* batches of an epoch"):
+        run_job(*EPOCHS3, override, f"ckpt_path={tmp_path / 'stopped' / 'checkpoints' / 'last.ckpt'}")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_signal_in_the_last_steps_ends_the_run_before_its_test(run_job: RunJob, tmp_path: Path, rank: int) -> None:
+    with pytest.raises(Stopped, match=r"^stopped by SIGTERM after the last step, 17; test with ckpt_path=") as stop:
+        run_job(*DDP2, fail_at(rank, 16, "terminate"))
+    assert stop.value.code == 143
+    metrics = run_job(*DDP2, f"ckpt_path={tmp_path / 'run' / 'checkpoints' / 'last.ckpt'}", run="tested")
+    assert metrics[tags.TEST_ACC] > 0.3
+
+
+def test_a_stopped_run_is_not_started_again(run_job: RunJob) -> None:
+    with pytest.raises(Stopped):
+        run_job(*DDP2, fail_at(1, 5, "terminate"), "launch.max_restarts=3")
+
+
+def test_without_checkpoints_nothing_is_written(run_job: RunJob, tmp_path: Path) -> None:
+    with pytest.raises(Stopped, match=r"^stopped by SIGTERM after step \d+, in epoch 0$"):
+        run_job(*DDP2, fail_at(1, 5, "terminate"), "trainer.enable_checkpointing=false")
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_lightning_still_has_what_is_replaced() -> None:
+    """StopTogether sets these on instances; setting a name that Lightning no longer uses would do nothing."""
+    assert callable(_SignalConnector._sigterm_notifier_fn)
+    assert callable(_TrainingEpochLoop._broadcast_sigterm_tensor)
+
+
+# ---------------------------------------------------------------------------------------- signals to the command
+
+
+def start(cwd: Path, *overrides: str, flags: Sequence[str] = ()) -> subprocess.Popen[str]:
+    command = [sys.executable, str(config.PROJECT / "train.py"), *flags]
+    quiet = ["data=mnist_sample", "trainer.accelerator=cpu", "trainer.enable_progress_bar=false"]
+    quiet += [f"hydra.run.dir={cwd / 'run'}", "trainer.max_epochs=3"]
+    path = os.pathsep.join(filter(None, (str(config.PROJECT / "tests"), os.environ.get("PYTHONPATH"))))
+    return subprocess.Popen(
+        [*command, *quiet, *overrides],
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # a process group of its own, as a terminal's foreground job has
+        env=os.environ | {"PYTHONPATH": path},
+    )
+
+
+def wait_for(path: Path, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} did not come"
+        time.sleep(0.02)
+
+
+def processes_in(folder: Path) -> list[str]:
+    """The command lines of all processes whose working directory this is."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if os.readlink(process / "cwd") == str(folder):
+                found.append((process / "cmdline").read_text().replace("\0", " "))
+        except OSError:
+            continue  # it has ended meanwhile
+    return found
+
+
+def ended(process: subprocess.Popen[str], cwd: Path, seconds: float = 20) -> tuple[int, list[str]]:
+    """Exit code and the lines of stderr; nothing is left running."""
+    _, stderr = process.communicate(timeout=seconds)
+    deadline = time.monotonic() + 2
+    while processes_in(cwd) and time.monotonic() < deadline:  # the fork server notices that it is alone
+        time.sleep(0.05)
+    assert processes_in(cwd) == []
+    return process.returncode, stderr.splitlines()
+
+
+def slow_steps(cwd: Path) -> str:
+    return f"+callbacks.slow={{_target_: faults.SlowSteps, seconds: 0.1, started: {cwd / 'started'}}}"
+
+
+@pytest.mark.parametrize("to", ["command", "group"])
+@pytest.mark.parametrize(("number", "returncode"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
+@pytest.mark.parametrize("strategy", ["single", "ddp2"])
+def test_a_signal_to_the_command_stops_all_ranks_at_one_step(
+    tmp_path: Path, strategy: str, number: signal.Signals, returncode: int, to: str
+) -> None:
+    process = start(tmp_path, *STRATEGIES[strategy], slow_steps(tmp_path))
+    wait_for(tmp_path / "started")
+    (os.kill if to == "command" else os.killpg)(process.pid, number)
+    code, lines = ended(process, tmp_path)
+    assert code == returncode
+    path = tmp_path / "run" / "checkpoints" / "last.ckpt"
+    step = torch.load(path, weights_only=True)["global_step"]
+    assert lines == [
+        f"stopped by {number.name} after step {step}, in epoch 0; resume with ckpt_path=run/checkpoints/last.ckpt"
+    ]
+    assert list((tmp_path / "run").rglob("events.out.tfevents.*"))
+
+
+@pytest.mark.parametrize("seconds", [0.1, 0.3, 0.8, 1.5, 2, 2.5, 3])
+def test_ctrl_c_while_the_command_starts_is_one_line(tmp_path: Path, seconds: float) -> None:
+    process = start(tmp_path, *DDP2, slow_steps(tmp_path))
+    time.sleep(seconds)
+    os.killpg(process.pid, signal.SIGINT)
+    code, lines = ended(process, tmp_path)
+    if code == -signal.SIGINT:  # Python itself had not come up yet
+        assert seconds < 0.5
+        return
+    assert code == 130
+    assert len(lines) == 1, lines
+    assert lines[0].startswith("stopped by SIGINT")
+
+
+def test_ctrl_c_again_and_again_leaves_no_process(tmp_path: Path) -> None:
+    process = start(tmp_path, *DDP2, slow_steps(tmp_path))
+    wait_for(tmp_path / "started")
+    for _ in range(20):
+        os.killpg(process.pid, signal.SIGINT)
+        time.sleep(0.02)
+    code, lines = ended(process, tmp_path)
+    assert code == 130
+    assert len(lines) == 1, lines
+
+
+def test_ctrl_c_between_two_jobs_of_a_sweep(tmp_path: Path) -> None:
+    sweep = ["strategy=single,ddp", f"hydra.sweep.dir={tmp_path / 'sweep'}"]
+    process = start(tmp_path, *sweep, flags=["-m"])
+    wait_for(tmp_path / "sweep" / "0" / "metrics.json")
+    os.killpg(process.pid, signal.SIGINT)
+    code, lines = ended(process, tmp_path)
+    assert code == 130
+    assert [line for line in lines if "SIGINT" in line] == lines
+    assert len(lines) == 1, lines
+
+
+def test_a_killed_command_takes_its_workers_along(tmp_path: Path) -> None:
+    process = start(tmp_path, *DDP2, slow_steps(tmp_path))
+    wait_for(tmp_path / "started")
+    process.kill()
+    process.communicate(timeout=20)
+    deadline = time.monotonic() + 20
+    while processes_in(tmp_path) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert processes_in(tmp_path) == []
+
+
+# ---------------------------------------------------------------------------------------- one rank decides
+
+
+@pytest.mark.parametrize("strategy", ["single", "dp2", "ddp2"])
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_a_loss_that_is_not_finite_is_named(run_job: RunJob, tmp_path: Path, strategy: str, value: str) -> None:
+    rank = 1 if strategy == "ddp2" else 0
+    spoilt = ("model._target_=faults.SpoiltLoss", f"+model.rank={rank}", "+model.step=20", f"+model.value={value}")
+    expected = f"^rank {rank}: the loss is {value} in epoch 1, batch 3, step 20, on rank {rank}$"
+    with pytest.raises(WorkerError, match=expected):
+        run_job(*STRATEGIES[strategy], *EPOCHS3, *spoilt)
+    assert torch.load(tmp_path / "run" / "checkpoints" / "last.ckpt", weights_only=True)["global_step"] == 17
+    for weight in weights(tmp_path, "run").values():
+        assert weight.isfinite().all()
+
+
+@pytest.mark.parametrize("strategy", ["single", "ddp2"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_should_stop_on_one_rank_stops_all_at_one_step(
+    run_job: RunJob, tmp_path: Path, strategy: str, rank: int
+) -> None:
+    if strategy == "single" and rank:
+        pytest.skip("there is one rank")
+    metrics = run_job(
+        *STRATEGIES[strategy], *EPOCHS3, fail_at(rank, 20, "stop"), "+callbacks.steps={_target_: faults.NoteSteps}"
+    )
+    assert steps(tmp_path) == {"30"}  # told at step 25, known at step 30
+    assert 0 < metrics[tags.TEST_ACC] < 1
+
+
+@pytest.mark.parametrize("hook", ["on_train_epoch_end", "on_validation_end"])
+def test_should_stop_at_an_epochs_end_counts_at_once(run_job: RunJob, tmp_path: Path, hook: str) -> None:
+    ask = f"+callbacks.ask={{_target_: faults.AskToStop, rank: 1, hook: {hook}}}"
+    run_job(*DDP2, *EPOCHS3, ask, "+callbacks.steps={_target_: faults.NoteSteps}")
+    assert steps(tmp_path) == {"17"}
+
+
+def test_a_broken_loader_process_is_told_with_its_place(run_job: RunJob) -> None:
+    with pytest.raises(WorkerError, match=r"^rank 1 failed:\n[\s\S]*broken on purpose[\s\S]*on rank 1$") as failure:
+        run_job(*DDP2, "data._target_=faults.BrokenData", "data.num_workers=1")
+    assert "in epoch 0, batch 0, step 0" in str(failure.value)
+
+
+def test_an_exception_names_epoch_batch_step_and_rank(run_job: RunJob) -> None:
+    with pytest.raises(WorkerError, match=r"broken on purpose\nin epoch 1, batch 3, step 20, on rank 1$"):
+        run_job(*DDP2, *EPOCHS3, fail_at(1, 20, "raise"))
+
+
+# ---------------------------------------------------------------------------------------- ranks that do not come
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_frozen_rank_is_named_with_the_collective(run_job: RunJob, rank: int) -> None:
+    begin = time.monotonic()
+    expected = (
+        rf"^rank {1 - rank}: waited launch.timeout_sec=4 s for rank {rank}, which is stopped \(process state T\)"
+        r" in all_reduce of the gradients, in the backward pass, in epoch 0, batch \d+, step \d+, on rank"
+    )
+    with pytest.raises(WorkerError, match=expected):
+        run_job(*DDP2, fail_at(rank, 6, "freeze"), "launch.timeout_sec=4")
+    assert time.monotonic() - begin < 4 + 10  # the limit, and the start
+
+
+def test_a_slow_download_is_not_a_stuck_rank(run_job: RunJob) -> None:
+    slow = ("data._target_=faults.SlowDownload", "+data.seconds=8")
+    assert run_job(*DDP2, *slow, "launch.timeout_sec=3")[tags.TEST_ACC] > 0.3
