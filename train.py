@@ -72,6 +72,8 @@ def main(cfg: DictConfig) -> float | None:
         launch.check_size(cfg)
         config.check(cfg)
         metrics = launch.run("lockstep.training:train", cfg)
+    except signals.Stopped as stop:
+        signals.raise_stop(stop)
     except (config.ConfigError, RunError, WorkerError) as error:
         log.error(error)
         if launch.speaks_for(error):

@@ -290,6 +290,7 @@ class EpochMonitor(pl.Callback):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
+        checkpoint["monitor"] = {"metrics": self.metrics, "seconds": self._epoch_seconds, "rates": self._epoch_rates}
         if batches_into_epoch(trainer) == 0:
             return
         self._pause_clock(trainer)
@@ -302,6 +303,13 @@ class EpochMonitor(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         self._restored = checkpoint.get("epoch_sums")
+        if launch.restart_count() and trainer.state.fn == "fit":  # the same run goes on; a resumed one is another
+            before = checkpoint["monitor"]
+            self.metrics, self._epoch_seconds, self._epoch_rates = (
+                dict(before["metrics"]),
+                list(before["seconds"]),
+                list(before["rates"]),
+            )
 
     def _restore_sums(self, trainer: pl.Trainer) -> None:
         """Go on from what a checkpoint from within this epoch held; the numbers of ranks may differ."""
@@ -316,7 +324,10 @@ class EpochMonitor(pl.Callback):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.is_global_zero and self._epoch_seconds:
+        self._write_medians(trainer)
+
+    def _write_medians(self, trainer: pl.Trainer) -> None:
+        if trainer.is_global_zero and self._epoch_seconds and tags.EPOCH_SEC_MEDIAN not in self.metrics:
             # the first epoch warms up caches, allocators and DDP's buckets
             summary = {
                 tags.EPOCH_SEC_MEDIAN: median(self._epoch_seconds[1:] or self._epoch_seconds),
@@ -415,6 +426,7 @@ class EpochMonitor(pl.Callback):
 
     @override
     def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._write_medians(trainer)  # after a restart there may have been nothing left to train
         self._start_evaluation(trainer)
 
     on_test_batch_end = on_validation_batch_end

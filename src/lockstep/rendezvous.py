@@ -6,6 +6,7 @@ Imports torch; `launch` imports this module when a job is launched.
 import json
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
     RendezvousConnectionError,
     RendezvousHandler,
     RendezvousInfo,
@@ -21,14 +23,14 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, create_handler
 
 from lockstep.config import ConfigError
 from lockstep.worker import RunError
 
 LOOPBACK = "127.0.0.1"
 # What all nodes must agree on, less what may well differ from node to node.
-AGREED_SECTIONS = ("seed", "strategy", "trainer", "model", "data", "callbacks")
+AGREED_SECTIONS = ("seed", "trainer", "strategy", "model", "data", "callbacks")
 PER_NODE_KEYS = {"data.root", "callbacks.epoch_monitor.started_at"}
 
 
@@ -84,15 +86,36 @@ class NodesRendezvous(RendezvousHandler):
 
     Args:
         inner: c10d's own.
+        store: Where the nodes tell each other their sizes.
         hosts: Whether the meeting point is on this node.
         address: What the other nodes connect to.
     """
 
-    def __init__(self, inner: RendezvousHandler, hosts: bool, address: str) -> None:
-        self._inner, self._hosts, self._address = inner, hosts, address
+    def __init__(self, inner: RendezvousHandler, store: dist.Store, hosts: bool, address: str) -> None:
+        self._inner, self._store, self._hosts, self._address = inner, store, hosts, address
+
+    def agree_on_size(self, num_nodes: int) -> None:
+        """c10d lets nodes that expect different numbers wait for each other.
+
+        Raises:
+            ConfigError: If another node expects another number; it will hear of it too.
+        """
+        expected = self._store.compare_set("num_nodes", "", str(num_nodes)).decode()
+        if expected != str(num_nodes):
+            self._store.set("refusal", f"trainer.num_nodes={num_nodes} on one node and {expected} on another")
+            self._inner.set_closed()
+            self._raise_refusal()
+
+    def _raise_refusal(self) -> None:
+        if self._store.check(["refusal"]):
+            raise ConfigError(f"{self._store.get('refusal').decode()}; allowed: the same on every node")
 
     def next_rendezvous(self) -> RendezvousInfo:
-        info = self._inner.next_rendezvous()
+        try:
+            info = self._inner.next_rendezvous()
+        except RendezvousClosedError:
+            self._raise_refusal()
+            raise
         if self._hosts:
             info.store.set("host", str(info.rank))
         rank = (info.rank - int(info.store.get("host"))) % info.world_size
@@ -124,16 +147,32 @@ def _loopback(parameters: RendezvousParameters) -> LoopbackRendezvous:
 
 
 def _nodes(parameters: RendezvousParameters) -> NodesRendezvous:
-    hosts = parameters.get_as_bool("is_host")
-    try:
-        backend, store = create_backend(parameters)
-    except RendezvousConnectionError:
-        if not hosts:
-            raise
-        # another node of the job on this very machine may have been first
-        hosts = parameters.config["is_host"] = False
-        backend, store = create_backend(parameters)
-    return NodesRendezvous(create_handler(store, backend, parameters), hosts, parameters.local_addr)
+    backend, store = _connected(parameters)
+    handler = create_handler(store, backend, parameters)
+    sizes = dist.PrefixStore(f"lockstep/{parameters.run_id}", store)
+    nodes = NodesRendezvous(handler, sizes, parameters.get_as_bool("is_host"), parameters.local_addr)
+    nodes.agree_on_size(parameters.min_nodes)
+    return nodes
+
+
+def _connected(parameters: RendezvousParameters) -> tuple[RendezvousBackend, dist.Store]:
+    """c10d's backend. Connecting waits in C++, for ever if something else listens there; so it is done in a thread."""
+    results: list[tuple[RendezvousBackend, dist.Store] | Exception] = []
+
+    def connect_to_host() -> None:
+        try:
+            results.append(create_backend(parameters))
+        except Exception as error:
+            results.append(error)
+
+    timeout_sec = parameters.get_as_int("read_timeout")
+    thread = threading.Thread(target=connect_to_host, daemon=True)
+    thread.start()
+    thread.join(timeout_sec + 5)  # what it takes to give up by itself, and a little more
+    (result,) = results or [RendezvousConnectionError(f"no answer within launch.timeout_sec={timeout_sec}")]
+    if isinstance(result, Exception):
+        raise result
+    return result
 
 
 rendezvous_handler_registry.register("loopback", _loopback)
@@ -207,8 +246,8 @@ def check_nodes_agree(config: dict[str, Any]) -> None:
     sections = json.dumps({section: config[section] for section in AGREED_SECTIONS})
     own = _flat(json.loads(sections.replace(run_dir, "RUN_DIR")))
     theirs = from_rank_zero("config", own)
-    differing = [key for key in own.keys() | theirs.keys() if own.get(key) != theirs.get(key)]
-    key = min(set(differing) - PER_NODE_KEYS, default=None)
+    keys = [key for key in own | theirs if key not in PER_NODE_KEYS]
+    key = next((key for key in keys if own.get(key) != theirs.get(key)), None)
     verdict = f"{key}={theirs.get(key)} on node 0 and {key}={own.get(key)} on node {os.environ['GROUP_RANK']}"
     _store.set(f"verdict/{os.environ['RANK']}", "" if key is None else verdict)
     for rank in range(int(os.environ["WORLD_SIZE"])):

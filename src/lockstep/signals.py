@@ -19,25 +19,37 @@ class Stopped(SystemExit):
         where: How far the run had come and where it can be resumed, for the message.
     """
 
-    latest: "Stopped | None" = None  # in this process
-
     def __init__(self, signum: int, where: str = "") -> None:
         super().__init__(128 + signum)
         self.signum, self.where = signum, where
-        Stopped.latest = self
 
     def __str__(self) -> str:
         return f"stopped by {signal.Signals(self.signum).name}{self.where}"
+
+
+_stop: Stopped | None = None  # that this process was told to, in the words for the user
+received: set[int] = set()  # signals that `exit_on_signals` has seen, acted on or not
 
 
 def stop_on_signals() -> None:
     """From now on the first of `STOP_SIGNALS` raises `Stopped`; later ones do not interrupt the clean-up."""
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if Stopped.latest is None:
-            raise Stopped(number)
+        if _stop is None:
+            raise_stop(Stopped(number))
 
     handle_stop_signals(handle)
+
+
+def raise_stop(stop: Stopped) -> None:
+    """Raise it, and have it said at the end of the command.
+
+    Raises:
+        Stopped: `stop`.
+    """
+    global _stop
+    _stop = stop
+    raise stop
 
 
 def raise_if_stopped() -> None:
@@ -46,8 +58,8 @@ def raise_if_stopped() -> None:
     Raises:
         Stopped: Again, if it was raised before.
     """
-    if Stopped.latest is not None:
-        raise Stopped.latest
+    if _stop is not None:
+        raise _stop
 
 
 def exit_on_signals(before: Callable[[int], None]) -> None:
@@ -66,6 +78,7 @@ def exit_on_signals(before: Callable[[int], None]) -> None:
 
     def wait() -> None:
         while number := os.read(reading, 1)[0]:
+            received.add(number)
             handler = signal.getsignal(number)
             # Lightning wraps the handlers that it finds
             if _exit_at_once in getattr(handler, "signal_handlers", (handler,)):
@@ -81,8 +94,8 @@ def _exit_at_once(number: int, frame: FrameType | None) -> None:
 
 def print_stop() -> None:
     """At the end of the command, however early it was stopped: one line that says so."""
-    if Stopped.latest is not None:
-        print(Stopped.latest, file=sys.stderr)
+    if _stop is not None:
+        print(_stop, file=sys.stderr)
 
 
 def handle_stop_signals(handler: Any) -> dict[int, Any]:

@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 
 from lockstep.config import ConfigError
 from lockstep.files import whole_file
-from lockstep.signals import STOP_SIGNALS, Stopped, exit_on_signals
+from lockstep.signals import STOP_SIGNALS, Stopped, exit_on_signals, received
 
 SHUTDOWN_TIMEOUT_SEC = 10  # what a worker gets between SIGTERM and SIGKILL
 STARTED_FILE, END_FILE = "started.json", "end.json"
@@ -149,7 +149,7 @@ def _wait_if_another_was_killed(folder: Path) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # what the agent ends the others with
     peers = [path / STARTED_FILE for path in folder.parent.iterdir() if path != folder]
     deadline = time.monotonic() + 0.3
-    while peers and time.monotonic() < deadline:
+    while peers and time.monotonic() < deadline and signal.SIGTERM not in received:
         if any(_was_killed(path) for path in peers):
             time.sleep(SHUTDOWN_TIMEOUT_SEC)
         time.sleep(0.02)
