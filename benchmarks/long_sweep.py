@@ -51,8 +51,8 @@ def measure(jobs: int, folder: Path) -> list[Sample]:
     Raises:
         RuntimeError: If the sweep fails.
     """
-    sweep = ["-m", f"hydra.sweep.dir={folder}", f"seed=range({jobs // 2})", "strategy=single,ddp"]
-    command = [sys.executable, str(config.PROJECT / "train.py"), *SMALLEST, *sweep]
+    sweep = [f"hydra.sweep.dir={folder}", f"seed=range({jobs // 2})", "strategy=single,ddp"]
+    command = [sys.executable, str(config.PROJECT / "train.py"), "-m", *SMALLEST, *sweep]
     samples = []
     with (folder.with_suffix(".log")).open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, cwd=folder.parent)
@@ -92,9 +92,11 @@ def draw(samples: list[Sample], path: Path) -> None:
     figure, (memory, files, startup) = plt.subplots(3, 1, sharex=True, figsize=(7, 6), layout="constrained")
     for index, name in enumerate(("command", "fork server")):
         memory.plot(jobs, [sample.memory[index] for sample in samples], label=name)
-        files.plot(jobs, [sample.files[index] for sample in samples], label=name)
+        # how many the present job has open depends on the moment, so the fewest of ten jobs are shown
+        tens = [samples[start : start + 10] for start in range(0, len(samples), 10)]
+        files.plot([ten[0].job for ten in tens], [min(s.files[index] for s in ten) for ten in tens], label=name)
     memory.set(ylabel="resident memory, MiB", ylim=(0, None), title=f"One sweep of {len(samples)} jobs")
-    files.set(ylabel="open files", ylim=(0, None))
+    files.set(ylabel="open files between jobs", ylim=(0, None))
     startup.plot(jobs, [sample.startup_sec for sample in samples], ".", color="tab:green")
     startup.set(ylabel="start of a job, s", xlabel="job", ylim=(0, None))
     memory.legend(loc="lower right")
@@ -112,9 +114,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         samples = measure(arguments.jobs, Path(folder) / "sweep")
     draw(samples, arguments.figure)
-    first, last = samples[1], samples[-1]
-    print(f"memory, MiB: {first.memory} after job 1, {last.memory} after job {last.job}")
-    print(f"open files: {first.files}, {last.files}; /dev/shm: {first.shared}, {last.shared}")
+    for sample in (samples[1], samples[-1]):
+        command, server = sample.memory
+        print(f"job {sample.job}: command {command:.0f} MiB, fork server {server:.0f} MiB, {sample.startup_sec:.2f} s")
 
 
 if __name__ == "__main__":
