@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -90,3 +91,21 @@ def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
+
+
+@pytest.fixture
+def make_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """Makes a disk of its own, of a size as `mount` takes it; skips where that is not allowed."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+
+    def make(size: str) -> Path:
+        mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(folder)]
+        made = subprocess.run(mount, capture_output=True, text=True, check=False)
+        if made.returncode:
+            pytest.skip(f"mounting a small disk is not allowed here: {made.stderr.strip()}")
+        return folder
+
+    yield make
+    if folder.is_mount():
+        subprocess.run(["umount", str(folder)], check=True)

@@ -22,6 +22,9 @@ def test_links_lead_to_files_and_lines_that_hold_what_they_name(page: Path) -> N
             line = path.read_text().splitlines()[int(anchor) - 1]
             name = text.strip("`")
             assert re.search(rf"(def|class) {name}\b", line), f"{name} is not at {target}#L{anchor}"
+        elif text.startswith("`test_"):
+            name = text.strip("`")
+            assert f"def {name}(" in path.read_text(), f"{target} has no {name}"
         elif anchor:
             headings = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
             slugs = {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from omegaconf import DictConfig
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lockstep import tags
+from lockstep import launch, tags
 from lockstep.worker import WorkerError
 
 pytestmark = pytest.mark.slow
@@ -130,3 +131,17 @@ def test_another_runs_checkpoint_in_the_folder_is_not_taken(run_job: RunJob, tmp
     run_job(*EPOCHS3, callback("FailAt", rank=0, step=8, how="kill"), "launch.max_restarts=1")
     run_job(*EPOCHS3, run="whole")
     torch.testing.assert_close(weights(tmp_path, "run"), weights(tmp_path, "whole"), rtol=0, atol=0)
+
+
+def test_a_checkpoint_that_does_not_fit_is_one_line(
+    make_config: Callable[..., DictConfig], make_disk: Callable[[str], Path]
+) -> None:
+    folder = make_disk("1m")  # there is room for best.ckpt, and not for last.ckpt too
+    with pytest.raises(WorkerError) as failure:
+        launch.run("lockstep.training:train", make_config(*DDP2, f"run_dir={folder}/run"))
+    message = str(failure.value)
+    assert message.startswith(f"rank 0: the checkpoint {folder}/run/checkpoints/last.ckpt could not be written (")
+    assert "No space left on device" in message
+    assert "\n" not in message
+    assert {path.name for path in (folder / "run" / "checkpoints").iterdir()} == {"best.ckpt"}
+    assert torch.load(folder / "run" / "checkpoints" / "best.ckpt", weights_only=True)["global_step"] == 17

@@ -144,14 +144,15 @@ def _wait_if_another_was_killed(folder: Path) -> None:
     """Let the agent see a killed rank before this one, whose failure only follows from it: it names one rank's signal.
 
     A killed rank leaves no file that says how it ended. When this one is not the consequence of a kill, it waits in
-    vain for a moment; a process is gone a little later than its connections.
+    vain for a moment; a process is gone a little later than its connections. Once the agent has sent its SIGTERM, by
+    which it ends the others, it has seen what it needs.
     """
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # what the agent ends the others with
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     peers = [path / STARTED_FILE for path in folder.parent.iterdir() if path != folder]
-    deadline = time.monotonic() + 0.3
-    while peers and time.monotonic() < deadline and signal.SIGTERM not in received:
+    begin, patience = time.monotonic(), 0.3
+    while peers and time.monotonic() - begin < patience and signal.SIGTERM not in received:
         if any(_was_killed(path) for path in peers):
-            time.sleep(SHUTDOWN_TIMEOUT_SEC)
+            patience = SHUTDOWN_TIMEOUT_SEC / 2  # the agent looks every tenth of a second
         time.sleep(0.02)
 
 
