@@ -178,9 +178,19 @@ def slow_steps(cwd: Path) -> str:
     return f"+callbacks.slow={{_target_: faults.SlowSteps, seconds: 0.1, started: {cwd / 'started'}}}"
 
 
-@pytest.mark.parametrize("to", ["command", "group"])
-@pytest.mark.parametrize(("number", "returncode"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
-@pytest.mark.parametrize("strategy", ["single", "ddp2"])
+@pytest.mark.parametrize(
+    ("strategy", "number", "returncode", "to"),
+    [
+        ("single", signal.SIGTERM, 143, "command"),
+        ("single", signal.SIGINT, 130, "group"),
+        ("dp2", signal.SIGTERM, 143, "group"),
+        ("ddp2", signal.SIGTERM, 143, "command"),
+        ("ddp2", signal.SIGTERM, 143, "group"),
+        ("ddp2", signal.SIGINT, 130, "command"),
+        ("ddp2", signal.SIGINT, 130, "group"),
+        ("ddp2", signal.SIGHUP, 129, "group"),
+    ],
+)
 def test_a_signal_to_the_command_stops_all_ranks_at_one_step(
     tmp_path: Path, strategy: str, number: signal.Signals, returncode: int, to: str
 ) -> None:

@@ -1,0 +1,73 @@
+"""The comparison without a framework: the same net, batches, schedule, threads and precision in a plain PyTorch loop.
+
+    python benchmarks/hand_written.py --epochs 2                                            one process
+    torchrun --nproc-per-node 2 benchmarks/hand_written.py --epochs 2 --threads 1           torch's DDP
+
+Prints each epoch's seconds as JSON; no logging, no checkpoints, no validation.
+"""
+
+import argparse
+import json
+import os
+import time
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torchvision.datasets import MNIST
+
+from lockstep import config
+from lockstep.data import MEAN, STD
+from lockstep.model import CNN
+
+CHANNELS = {"cnn": ((8, 16), 128, 0.015), "cnn_wide": ((32, 64), 256, 0.003)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=CHANNELS, default="cnn")
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--batches", type=int, help="per epoch; all by default")
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    options = parser.parse_args()
+
+    torch.set_num_threads(options.threads)
+    world_size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
+    if world_size > 1:
+        dist.init_process_group("gloo")
+    torch.manual_seed(0)
+
+    dataset = MNIST(config.PROJECT / "data", train=True)
+    train = torch.randperm(60_000, generator=torch.Generator().manual_seed(0))[:55_000]
+    images, labels = dataset.data.unsqueeze(1)[train], dataset.targets[train]
+
+    channels, hidden, lr = CHANNELS[options.model]
+    model = CNN(channels, hidden)
+    if world_size > 1:
+        model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    num_batches = options.batches or 55_000 // 256
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.2, fused=True)
+    steps = options.epochs * num_batches
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=lr, total_steps=steps)
+
+    seconds = []
+    for epoch in range(options.epochs):
+        start = time.perf_counter()
+        order = torch.randperm(55_000, generator=torch.Generator().manual_seed(epoch))[rank::world_size]
+        for batch in order.split(256 // world_size)[:num_batches]:
+            x = images[batch].float().mul_(1 / (255 * STD)).sub_(MEAN / STD)
+            loss = F.cross_entropy(model(x), labels[batch])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+        seconds.append(time.perf_counter() - start)
+    if rank == 0:
+        print(json.dumps(seconds))
+    if world_size > 1:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
