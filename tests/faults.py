@@ -311,3 +311,14 @@ def listeners(cfg: DictConfig) -> list[str]:
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
     return found
+
+
+def kill_a_rank_that_is_done(cfg: DictConfig) -> None:
+    """Rank 1 returns; a little later it is killed, and rank 0 returns. Run in place of training."""
+    if os.environ["RANK"] == "0":
+        done = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parents[1] / "1" / "done.json"
+        while not done.exists():
+            time.sleep(0.05)
+        time.sleep(0.5)  # it waits for the launcher by now
+        os.kill(json.loads(done.read_text())["pid"], signal.SIGKILL)
+        time.sleep(0.3)

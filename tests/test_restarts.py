@@ -71,6 +71,13 @@ def test_one_of_three_is_named(run_job: RunJob, rank: int) -> None:
         )
 
 
+def test_a_rank_killed_after_its_work_does_not_hang_the_command(run_job: RunJob) -> None:
+    with pytest.raises(
+        WorkerError, match=r"^rank 1 was killed( by SIGKILL| after its work was done); it left no trace"
+    ):
+        run_job(*DDP2, function="faults:kill_a_rank_that_is_done")
+
+
 @pytest.mark.parametrize(
     ("strategy", "fault"),
     [

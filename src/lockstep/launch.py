@@ -15,11 +15,13 @@ import pkgutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -27,7 +29,16 @@ from omegaconf import DictConfig, OmegaConf
 from lockstep.addresses import NodeAddress, loopback, node_address
 from lockstep.config import ConfigError, world_size
 from lockstep.signals import STOP_SIGNALS, Stopped, raise_if_stopped
-from lockstep.worker import END_FILE, SHUTDOWN_TIMEOUT_SEC, STARTED_FILE, WorkerError, as_exception, final_end, work
+from lockstep.worker import (
+    DONE_FILE,
+    END_FILE,
+    SHUTDOWN_TIMEOUT_SEC,
+    STARTED_FILE,
+    WorkerError,
+    as_exception,
+    final_end,
+    work,
+)
 
 log = logging.getLogger(__name__)
 
@@ -208,7 +219,8 @@ def _run_in_workers(function: str, config: dict[str, Any]) -> Any:
             signals_to_handle="",
         )
         try:
-            results = elastic_launch(launch_config, work)(function, config, _worker_environment(node))
+            with _no_wait_for_the_dead(Path(folder), num_nodes):
+                results = elastic_launch(launch_config, work)(function, config, _worker_environment(node))
         except ChildFailedError as error:
             raise _first_failure(Path(folder), *error.get_first_failure()) from None
         except RendezvousError as error:
@@ -221,6 +233,61 @@ def _run_in_workers(function: str, config: dict[str, Any]) -> Any:
         if (end := final_end(_attempts(Path(folder)))) is not None:
             raise as_exception(end)
     return results.get(0)
+
+
+@contextmanager
+def _no_wait_for_the_dead(folder: Path, num_nodes: int) -> Iterator[None]:
+    """Break a wait of torch's agent that would never end.
+
+    A worker that has returned its value waits until the agent has read all of them. If it is killed there, the agent
+    waits for it to wake up (multiprocessing.Event.set). A signal to itself interrupts that.
+
+    Raises:
+        WorkerError: Naming the rank.
+    """
+    ended = threading.Event()
+    dead: list[int] = []
+
+    def watch() -> None:
+        seen = 0
+        while not ended.wait(0.5):
+            rank = _dead_after_its_work(folder, num_nodes)
+            seen = seen + 1 if rank is not None else 0
+            if seen == 6:  # the agent's own end takes a few tenths of a second
+                dead.append(rank)
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
+                return
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        if dead:
+            raise WorkerError(f"rank {dead[0]} was killed after its work was done; it left no traceback")
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        watcher.join()
+        signal.signal(signal.SIGUSR1, before)
+
+
+def _dead_after_its_work(folder: Path, num_nodes: int) -> int | None:
+    """A rank that has returned its value and is gone, while the agent cannot have taken it: others still wait."""
+    workers = [json.loads(path.read_text()) for path in _last_attempt(folder).glob(f"*/{DONE_FILE}")]
+    alive = [worker for worker in workers if _exists(worker["pid"])]
+    gone = [worker["rank"] for worker in workers if worker not in alive]
+    # on several nodes the agents wait for each other when all their workers have gone
+    return min(gone) if gone and (alive or num_nodes == 1) else None
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def _worker_environment(node: NodeAddress) -> dict[str, str]:
@@ -273,14 +340,14 @@ def _first_failure(folder: Path, rank: int, failure: Any) -> BaseException:
         rank: Of the failure that the agent saw first.
         failure: What the agent knows about it.
     """
-    first = next(iter(ends := _ends(folder)), None)
+    ends = _ends(folder)
+    ended = {end["rank"] for end in ends}
+    if failure.exitcode < 0 and rank not in ended:
+        return WorkerError(f"rank {rank} was killed by {failure.signal_name()}; it left no traceback")
     started = {json.loads(path.read_text())["rank"] for path in _last_attempt(folder).glob(f"*/{STARTED_FILE}")}
-    killed = started - {end["rank"] for end in ends}
     # the agent too kills a worker that will not go, but only after having waited for it
-    if first is None or (killed and time.time() - first["time"] < SHUTDOWN_TIMEOUT_SEC):
-        if not killed and failure.exitcode >= 0:
-            return WorkerError(f"rank {rank} ended with exit code {failure.exitcode} before its work began")
-        culprit = rank if rank in killed or not killed else min(killed)
-        by = f" by {failure.signal_name()}" if culprit == rank and failure.exitcode < 0 else ""
-        return WorkerError(f"rank {culprit} was killed{by}; it left no traceback")
-    return as_exception(first)
+    if (killed := started - ended) and (not ends or time.time() - ends[0]["time"] < SHUTDOWN_TIMEOUT_SEC):
+        return WorkerError(f"rank {min(killed)} was killed; it left no traceback")
+    if not ends:
+        return WorkerError(f"rank {rank} ended with exit code {failure.exitcode} before its work began")
+    return as_exception(ends[0])

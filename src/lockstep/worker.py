@@ -23,7 +23,7 @@ from lockstep.files import whole_file
 from lockstep.signals import STOP_SIGNALS, Stopped, exit_on_signals, received
 
 SHUTDOWN_TIMEOUT_SEC = 10  # what a worker gets between SIGTERM and SIGKILL
-STARTED_FILE, END_FILE = "started.json", "end.json"
+STARTED_FILE, DONE_FILE, END_FILE = "started.json", "done.json", "end.json"  # running; all went well; it did not
 COLLECTIVES = {
     *("all_gather", "all_gather_object", "all_reduce", "barrier", "broadcast", "broadcast_object_list"),
     *("init_process_group", "reduce"),
@@ -59,7 +59,7 @@ def work(function: str, config: dict[str, Any], environ: dict[str, str]) -> Any:
         if final_end(folder.parents[1]) is not None:
             return None  # to the agent this is a success, after which it does not try again
         result = pkgutil.resolve_name(function)(OmegaConf.create(config))
-        record.remove()
+        record.close()
         return result
     except BaseException as error:
         record.leave(error)
@@ -91,9 +91,9 @@ class _Record:
         self._lock = threading.Lock()
         (folder / STARTED_FILE).write_text(json.dumps({"rank": rank, "pid": os.getpid()}))
 
-    def remove(self) -> None:
+    def close(self) -> None:
         """All went well."""
-        (self.folder / STARTED_FILE).unlink()
+        (self.folder / STARTED_FILE).rename(self.folder / DONE_FILE)
 
     def leave(self, error: BaseException) -> None:
         """Say how this worker ends. The first reason counts: what follows may follow from it."""
