@@ -52,9 +52,10 @@ def steps(tmp_path: Path, run: str = "run") -> set[str]:
         ("dp2", 0, ()),
         ("ddp2", 0, ()),
         ("ddp2", 1, DROPOUT),
-        ("ddp2", 1, ("trainer.accumulate_grad_batches=3",)),
+        ("ddp2", 1, ("trainer.accumulate_grad_batches=3", "data.batch_size=128")),
         ("ddp2", 1, ("trainer.precision=64-true", "trainer.val_check_interval=0.3")),
         ("ddp2", 0, ("data.num_workers=1",)),
+        ("ddp2", 1, ("trainer.limit_train_batches=5",)),  # where the ranks tell each other in last batches only
     ],
 )
 def test_a_run_stopped_within_an_epoch_resumes_with_the_same_bits(
@@ -62,7 +63,9 @@ def test_a_run_stopped_within_an_epoch_resumes_with_the_same_bits(
 ) -> None:
     job = (*STRATEGIES[strategy], *EPOCHS3, *options)
     whole = run_job(*job, run="whole")
-    step, epoch = (7, 2) if "trainer.accumulate_grad_batches=3" in options else (20, 1)  # of 6 or 17 in an epoch
+    # of 12, 5 or 17 steps in an epoch
+    places = {"trainer.accumulate_grad_batches=3": (13, 1), "trainer.limit_train_batches=5": (6, 1)}
+    step, epoch = next((places[option] for option in options if option in places), (20, 1))
     with pytest.raises(Stopped) as stop:
         run_job(*job, fail_at(rank, step, "terminate"), run="stopped")
     assert stop.value.code == 143
@@ -102,7 +105,7 @@ def test_a_checkpoint_from_within_an_epoch_needs_the_same_batches(
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_signal_in_the_last_steps_ends_the_run_before_its_test(run_job: RunJob, tmp_path: Path, rank: int) -> None:
-    with pytest.raises(Stopped, match=r"^stopped by SIGTERM after the last step, 17; test with ckpt_path=") as stop:
+    with pytest.raises(Stopped, match=r"^stopped by SIGTERM after step 17, in epoch 0; resume with ckpt_path=") as stop:
         run_job(*DDP2, fail_at(rank, 16, "terminate"))
     assert stop.value.code == 143
     metrics = run_job(*DDP2, f"ckpt_path={tmp_path / 'run' / 'checkpoints' / 'last.ckpt'}", run="tested")

@@ -255,14 +255,19 @@ def _no_wait_for_the_dead(folder: Path, num_nodes: int) -> Iterator[None]:
             seen = seen + 1 if rank is not None else 0
             if seen == 6:  # the agent's own end takes a few tenths of a second
                 dead.append(rank)
-                signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR2)
                 return
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         if dead:
             raise WorkerError(f"rank {dead[0]} was killed after its work was done; it left no traceback")
+        signal.signal(number, before)  # somebody else's, who means what it meant before
+        os.kill(os.getpid(), number)
 
-    before = signal.signal(signal.SIGUSR1, interrupt)
+    if threading.current_thread() is not threading.main_thread():  # which alone handles signals
+        yield
+        return
+    before = signal.signal(signal.SIGUSR2, interrupt)
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     try:
@@ -270,7 +275,7 @@ def _no_wait_for_the_dead(folder: Path, num_nodes: int) -> Iterator[None]:
     finally:
         ended.set()
         watcher.join()
-        signal.signal(signal.SIGUSR1, before)
+        signal.signal(signal.SIGUSR2, before)
 
 
 def _dead_after_its_work(folder: Path, num_nodes: int) -> int | None:

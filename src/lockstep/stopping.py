@@ -9,6 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from typing_extensions import override
@@ -23,8 +24,9 @@ SHOULD_STOP = 1  # what a rank asks for beside signals, which ask with their num
 class StopTogether(pl.Callback):
     """Ends training after the same step on all ranks when a signal or a callback asks one of them to.
 
-    A signal writes a checkpoint first, from which the run resumes with the next batch, and raises `signals.Stopped`. A
-    callback's `trainer.should_stop` ends training as Lightning does, on all ranks instead of on its own.
+    A signal writes a checkpoint first, from which the run resumes with the next batch, and raises `signals.Stopped`; it
+    acts at an epoch's end too, before the test. A callback's `trainer.should_stop` ends training as Lightning does, on
+    all ranks instead of on its own.
 
     The ranks tell each other every `every_n_steps` optimizer steps what they have been asked for, in one all-reduce
     that nobody waits for: the answer is read the next time. Lightning broadcasts rank 0's answer before every batch and
@@ -71,44 +73,40 @@ class StopTogether(pl.Callback):
         self._last_step = step
         asked = self._vote.result() if self._vote is not None else 0
         self._vote = _Vote(self._wish, trainer.strategy.root_device)
-        if trainer.is_last_batch or step == trainer.max_steps:
-            return  # the epoch's end is near, and a better place; whoever asked will still ask then
+        if not trainer.is_last_batch and step != trainer.max_steps:  # else the epoch's end is near, a better place
+            self._obey(trainer, asked)
+
+    def _obey(self, trainer: pl.Trainer, asked: int) -> None:
         if asked == SHOULD_STOP:
             trainer.should_stop = True
         elif asked:
             self._stop(trainer, asked)
 
     def _stop(self, trainer: pl.Trainer, signum: int) -> None:
-        where = f" after step {trainer.global_step}, in epoch {trainer.current_epoch}"
+        place = f" after step {trainer.global_step}, in epoch {trainer.current_epoch}"
         if trainer.checkpoint_callbacks:
             trainer.save_checkpoint(self.checkpoint)
-            where += f"; resume with ckpt_path={shortest(Path(self.checkpoint))}"
-        raise Stopped(signum, where)
+            place += f"; resume with ckpt_path={shortest(Path(self.checkpoint))}"
+        raise Stopped(signum, place)
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._agree(trainer)
+        # here and at an epoch's end all ranks are at the same point, so they can wait for the answer
+        if trainer.state.fn == TrainerFn.FITTING:
+            wish = trainer.should_stop or self._wish == SHOULD_STOP
+            trainer.should_stop = bool(_Vote(int(wish), trainer.strategy.root_device).result())
 
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._agree(trainer)
-
-    def _agree(self, trainer: pl.Trainer) -> None:
-        # all ranks are at the same point, so waiting for the slowest costs nothing that is not waited for anyway
-        if trainer.training or trainer.validating and trainer.state.fn == "fit":
-            wish = trainer.should_stop or self._wish == SHOULD_STOP
-            trainer.should_stop = trainer.strategy.reduce_boolean_decision(wish, all=False)
+        wish = max(self._wish, SHOULD_STOP if trainer.should_stop else 0)
+        self._obey(trainer, _Vote(wish, trainer.strategy.root_device).result())
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._restore_handlers()
-        asked = _Vote(self._wish, trainer.strategy.root_device).result()
-        self._vote = None
-        if asked > SHOULD_STOP:
-            where = f" after the last step, {trainer.global_step}"
-            if trainer.checkpoint_callbacks:
-                where += f"; test with ckpt_path={shortest(Path(self.checkpoint))}"
-            raise Stopped(asked, where)
+        if self._vote is not None:
+            self._vote.result()
+            self._vote = None
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
@@ -188,7 +186,7 @@ class FailureNote(pl.Callback):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         if isinstance(exception, MisconfigurationException):  # becomes a ConfigError
             return
-        if trainer.state.fn == "fit" and isinstance(exception, Exception):
+        if trainer.state.fn == TrainerFn.FITTING and isinstance(exception, Exception):
             exception.add_note(where(trainer))
         record_failure(exception)
 
