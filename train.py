@@ -70,7 +70,7 @@ def main(cfg: DictConfig) -> float | None:
         cfg.launch.started_at = STARTED_AT
     try:
         launch.check_size(cfg)
-        config.check(cfg)
+        config.check(cfg, meets_by_itself=launch.external_launcher() is None)
         metrics = launch.run("lockstep.training:train", cfg)
     except signals.Stopped as stop:
         signals.raise_stop(stop)

@@ -322,3 +322,11 @@ def kill_a_rank_that_is_done(cfg: DictConfig) -> None:
         time.sleep(0.5)  # it waits for the launcher by now
         os.kill(json.loads(done.read_text())["pid"], signal.SIGKILL)
         time.sleep(0.3)
+
+
+def fail_in_the_first_attempt(cfg: DictConfig) -> int:
+    """Rank 0 fails while the others are busy. Run in place of training."""
+    if launch.restart_count() == 0:
+        time.sleep(0.3 if os.environ["RANK"] == "0" else 20)
+        raise OSError("broken on purpose")
+    return launch.restart_count()

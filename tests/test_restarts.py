@@ -117,6 +117,13 @@ def test_killed_while_saving_the_previous_checkpoint_still_loads(run_job: RunJob
     assert metrics[tags.TEST_ACC] > 0.5
 
 
+def test_a_failure_outside_training_is_tried_again(run_job: RunJob) -> None:
+    """The launcher ends rank 1 with SIGTERM, which must not count as being told to stop."""
+    assert run_job(*DDP2, "launch.max_restarts=1", function="faults:fail_in_the_first_attempt") == 1
+    with pytest.raises(WorkerError, match=r"^rank 0 failed:[\s\S]*OSError: broken on purpose$"):
+        run_job(*DDP2, function="faults:fail_in_the_first_attempt")
+
+
 def test_restarts_come_to_an_end(run_job: RunJob, tmp_path: Path) -> None:
     function = "faults:note_attempt_and_fail"
     with pytest.raises(WorkerError, match=r"^rank 0 failed:\n[\s\S]*broken on purpose, attempt 2$"):

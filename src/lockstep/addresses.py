@@ -3,6 +3,7 @@
 import fcntl
 import socket
 import struct
+import sys
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -28,7 +29,7 @@ class NodeAddress:
 
 def loopback() -> NodeAddress:
     """The only node's, which nobody else need reach."""
-    return NodeAddress("127.0.0.1", True, _interface("127.0.0.1"))
+    return NodeAddress("127.0.0.1", True, "lo0" if sys.platform == "darwin" else _interface("127.0.0.1"))
 
 
 def node_address(rdzv_endpoint: str, local_addr: str | None) -> NodeAddress:
@@ -45,7 +46,12 @@ def node_address(rdzv_endpoint: str, local_addr: str | None) -> NodeAddress:
         own = _resolve("launch.local_addr", local_addr, local_addr)
     else:
         with socket.socket(socket.AF_INET6 if ":" in endpoint else socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((endpoint, port))  # sends nothing: it only looks up the way
+            try:
+                probe.connect((endpoint, port))  # sends nothing: it only looks up the way
+            except OSError as error:
+                raise ConfigError(
+                    f"launch.rdzv_endpoint={rdzv_endpoint} cannot be reached from here ({error})"
+                ) from error
             own = probe.getsockname()[0]
     hosts = own == endpoint
     # where the name of the endpoint means a loopback address on its own machine, the others know it by that name

@@ -203,6 +203,7 @@ class EpochMonitor(pl.Callback):
     """
 
     def __init__(self, started_at: float | None = None) -> None:
+        self._command = started_at  # tells this run from others
         # what a restarted job took to get going again is counted from the restart
         self.started_at = time.time() if started_at is None or launch.restart_count() else started_at
         self.metrics: dict[str, float] = {}
@@ -290,7 +291,12 @@ class EpochMonitor(pl.Callback):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        checkpoint["monitor"] = {"metrics": self.metrics, "seconds": self._epoch_seconds, "rates": self._epoch_rates}
+        checkpoint["monitor"] = {
+            "command": self._command,
+            "metrics": self.metrics,
+            "seconds": self._epoch_seconds,
+            "rates": self._epoch_rates,
+        }
         if batches_into_epoch(trainer) == 0:
             return
         self._pause_clock(trainer)
@@ -303,13 +309,12 @@ class EpochMonitor(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         self._restored = checkpoint.get("epoch_sums")
-        if launch.restart_count() and trainer.state.fn == "fit":  # the same run goes on; a resumed one is another
-            before = checkpoint["monitor"]
-            self.metrics, self._epoch_seconds, self._epoch_rates = (
-                dict(before["metrics"]),
-                list(before["seconds"]),
-                list(before["rates"]),
-            )
+        before = checkpoint.get("monitor", {})
+        # the same run goes on after a restart; a resumed one is another
+        if self._command is not None and before.get("command") == self._command:
+            self.metrics = dict(before["metrics"]) | self.metrics
+            self._epoch_seconds = self._epoch_seconds or list(before["seconds"])
+            self._epoch_rates = self._epoch_rates or list(before["rates"])
 
     def _restore_sums(self, trainer: pl.Trainer) -> None:
         """Go on from what a checkpoint from within this epoch held; the numbers of ranks may differ."""
@@ -317,7 +322,9 @@ class EpochMonitor(pl.Callback):
             return
         ranks, self._restored = self._restored, None
         if len(ranks) != trainer.world_size:  # the sum over all ranks is what must stay right
+            seconds = ranks[:, 2].max()
             ranks = torch.cat([ranks.sum(0, keepdim=True), ranks.new_zeros(trainer.world_size - 1, ranks.shape[1])])
+            ranks[:, 2] = seconds
         loss, num_samples, seconds = ranks[trainer.global_rank].to(trainer.strategy.root_device)
         self._sums.sums, self._sums.num_samples = {"loss": loss}, int(num_samples)
         self._train_seconds = float(seconds)

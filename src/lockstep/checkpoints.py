@@ -15,7 +15,7 @@ from lockstep.worker import RunError
 
 
 class DurableCheckpointIO(TorchCheckpointIO):
-    """Checkpoints that survive a kill while they are written, and that only rank 0 needs to have at hand.
+    """Checkpoints that survive a kill while they are written, and that only rank 0 reads.
 
     Lightning renames a finished file into its place but leaves it to the system when the content reaches the disk; and
     it lets every rank read the path, which another node need not have.

@@ -54,8 +54,12 @@ def per_process_batch_size(key: str, batch_size: int, world_size: int) -> int:
     return batch_size // world_size
 
 
-def check(cfg: DictConfig) -> None:
+def check(cfg: DictConfig, meets_by_itself: bool = True) -> None:
     """Refuse a composed config that cannot run.
+
+    Args:
+        cfg: The composed config.
+        meets_by_itself: Whether this command starts its workers, which must then find those of other nodes.
 
     Raises:
         ConfigError: On the first key that is wrong.
@@ -76,7 +80,7 @@ def check(cfg: DictConfig) -> None:
         if OmegaConf.select(cfg, key) is not None:
             _check_count(cfg, key, minimum=1)
     _check_count(cfg, "seed", minimum=0, maximum=2**32 - 1)  # what NumPy can be seeded with
-    _check_sizes(cfg)
+    _check_sizes(cfg, meets_by_itself)
     _check_checkpoint(cfg.ckpt_path)
     _check_choice(cfg, "launch.start_method", ("forkserver", "spawn"))
     _check_choice(cfg, "optimized_metric", tags.FINAL)
@@ -97,7 +101,7 @@ def _check_choice(cfg: DictConfig, key: str, allowed: tuple[str, ...]) -> None:
         raise ConfigError(f"{key}={value}; allowed: {', '.join(allowed)}")
 
 
-def _check_sizes(cfg: DictConfig) -> None:
+def _check_sizes(cfg: DictConfig, meets_by_itself: bool) -> None:
     strategy, num_nodes = cfg.strategy, cfg.trainer.num_nodes
     if strategy.num_nodes != num_nodes:
         raise ConfigError(
@@ -109,7 +113,7 @@ def _check_sizes(cfg: DictConfig) -> None:
             f"launch.nproc_per_node={cfg.launch.nproc_per_node}; strategy={strategy.name} with"
             f" trainer.devices={cfg.trainer.devices} runs {strategy.processes} per node; allowed: {strategy.processes}"
         )
-    if num_nodes > 1 and cfg.launch.rdzv_endpoint is None:
+    if meets_by_itself and num_nodes > 1 and cfg.launch.rdzv_endpoint is None:
         raise ConfigError(
             f"launch.rdzv_endpoint=null with trainer.num_nodes={num_nodes}; allowed: HOST:PORT of node 0,"
             " the same on every node"

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from filelock import FileLock
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, Sampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, Sampler, SequentialSampler
 from torchvision.datasets import MNIST
 
 from lockstep.checkpoints import batches_into_epoch
@@ -72,12 +72,12 @@ class ResumableBatches(BatchSampler):
     """A BatchSampler that can leave out the batches at the start of one epoch.
 
     Args:
-        sampler: Of sample indices; with `set_epoch`, as DistributedSampler has it.
+        sampler: Of sample indices.
         batch_size: In samples; an incomplete last batch is dropped.
         skip: Batches that the next iteration leaves out; those after it leave out none.
     """
 
-    def __init__(self, sampler: DistributedSampler, batch_size: int, skip: int = 0) -> None:
+    def __init__(self, sampler: Sampler[int], batch_size: int, skip: int = 0) -> None:
         super().__init__(sampler, batch_size, drop_last=True)
         self.skip = skip
 
@@ -203,13 +203,15 @@ class MNISTDataModule(pl.LightningDataModule):
             # Lightning would replace any sampler but a sequential one, and show all ranks the same samples
             own = DistributedSampler(self.train_set, world_size, rank, shuffle=False, drop_last=True)
             dataset = Images(*self.train_set.__getitems__(list(own)))
-            return self._loader(dataset, batch_size=batch_size, drop_last=True)
-        sampler = DistributedSampler(self.train_set, world_size, rank, shuffle=True, seed=self.seed, drop_last=True)
-        # Lightning sets the epoch when it begins, by which time loader processes have asked for the first batches
-        sampler.set_epoch(self._position["epoch"])
+            sampler = SequentialSampler(dataset)
+        else:
+            dataset = self.train_set
+            sampler = DistributedSampler(dataset, world_size, rank, shuffle=True, seed=self.seed, drop_last=True)
+            # Lightning sets the epoch when it begins, by which time loader processes have asked for the first batches
+            sampler.set_epoch(self._position["epoch"])
         batches = ResumableBatches(sampler, batch_size, skip=self._position["batches"])
         self._position["batches"] = 0
-        return self._loader(self.train_set, batch_sampler=batches)
+        return self._loader(dataset, batch_sampler=batches)
 
     def val_dataloader(self) -> DataLoader:
         return self._eval_loader(self.val_set)

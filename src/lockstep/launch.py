@@ -37,6 +37,7 @@ from lockstep.worker import (
     WorkerError,
     as_exception,
     final_end,
+    is_alive,
     work,
 )
 
@@ -219,7 +220,7 @@ def _run_in_workers(function: str, config: dict[str, Any]) -> Any:
             signals_to_handle="",
         )
         try:
-            with _no_wait_for_the_dead(Path(folder), num_nodes):
+            with _no_wait_for_the_dead(Path(folder)):
                 results = elastic_launch(launch_config, work)(function, config, _worker_environment(node))
         except ChildFailedError as error:
             raise _first_failure(Path(folder), *error.get_first_failure()) from None
@@ -228,15 +229,14 @@ def _run_in_workers(function: str, config: dict[str, Any]) -> Any:
             endpoint = launch["rdzv_endpoint"]
             raise WorkerError(f"{num_nodes} nodes did not meet at launch.rdzv_endpoint={endpoint}: {reason}") from None
         except Stopped as stop:  # this command was told to, and has told its workers
-            places = [end["where"] for end in _ends(Path(folder)) if end["kind"] == "stopped"]
-            raise Stopped(stop.signum, max(places, default="")) from None
+            raise Stopped(stop.signum, _how_it_stopped(Path(folder))) from None
         if (end := final_end(_attempts(Path(folder)))) is not None:
             raise as_exception(end)
     return results.get(0)
 
 
 @contextmanager
-def _no_wait_for_the_dead(folder: Path, num_nodes: int) -> Iterator[None]:
+def _no_wait_for_the_dead(folder: Path) -> Iterator[None]:
     """Break a wait of torch's agent that would never end.
 
     A worker that has returned its value waits until the agent has read all of them. If it is killed there, the agent
@@ -251,9 +251,10 @@ def _no_wait_for_the_dead(folder: Path, num_nodes: int) -> Iterator[None]:
     def watch() -> None:
         seen = 0
         while not ended.wait(0.5):
-            rank = _dead_after_its_work(folder, num_nodes)
-            seen = seen + 1 if rank is not None else 0
-            if seen == 6:  # the agent's own end takes a few tenths of a second
+            with suppress(FileNotFoundError):  # it ends in an orderly way at this very moment
+                rank = _dead_after_its_work(folder)
+                seen = seen + 1 if rank is not None else 0
+            if seen == 4:  # the agent would have seen it by itself
                 dead.append(rank)
                 signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR2)
                 return
@@ -278,21 +279,10 @@ def _no_wait_for_the_dead(folder: Path, num_nodes: int) -> Iterator[None]:
         signal.signal(signal.SIGUSR2, before)
 
 
-def _dead_after_its_work(folder: Path, num_nodes: int) -> int | None:
-    """A rank that has returned its value and is gone, while the agent cannot have taken it: others still wait."""
+def _dead_after_its_work(folder: Path) -> int | None:
+    """A rank that has returned its value and is gone without having come to its orderly end."""
     workers = [json.loads(path.read_text()) for path in _last_attempt(folder).glob(f"*/{DONE_FILE}")]
-    alive = [worker for worker in workers if _exists(worker["pid"])]
-    gone = [worker["rank"] for worker in workers if worker not in alive]
-    # on several nodes the agents wait for each other when all their workers have gone
-    return min(gone) if gone and (alive or num_nodes == 1) else None
-
-
-def _exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
+    return min((worker["rank"] for worker in workers if not is_alive(worker["pid"])), default=None)
 
 
 def _worker_environment(node: NodeAddress) -> dict[str, str]:
@@ -335,6 +325,13 @@ def _ends(folder: Path) -> list[dict[str, Any]]:
     """How the workers of the last attempt ended, first to last."""
     ends = [json.loads(path.read_text()) for path in _last_attempt(folder).glob(f"*/{END_FILE}")]
     return sorted(ends, key=lambda end: end["time"])
+
+
+def _how_it_stopped(folder: Path) -> str:
+    """What to say beside the signal: where the ranks stopped together, or what went wrong in that."""
+    ends = _ends(folder)
+    wrong = next((end["message"] for end in ends if end["kind"] in ("run", "error")), "").partition("\n")[0]
+    return max((end["where"] for end in ends if end["kind"] == "stopped"), default="") or (wrong and f", but: {wrong}")
 
 
 def _first_failure(folder: Path, rank: int, failure: Any) -> BaseException:

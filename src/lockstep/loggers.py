@@ -36,11 +36,14 @@ class RunLogger(TensorBoardLogger):
     Args: as for `lightning.pytorch.loggers.TensorBoardLogger`.
     """
 
+    _earlier: set[str] | None = None  # the event files that were there when this one was begun
+
     @property
     @override
     @rank_zero_experiment
     def experiment(self) -> SummaryWriter:
         if self._experiment is None:
+            self._earlier = {path.name for path in self._event_files()}
             super().experiment.add_custom_scalars(LAYOUT)
         return super().experiment
 
@@ -74,6 +77,8 @@ class RunLogger(TensorBoardLogger):
             lengths: Bytes by file name; a file that is not in it is removed.
         """
         for path in self._event_files():
+            if self._earlier is not None and path.name not in self._earlier:
+                continue  # this attempt's own, just begun
             if path.name in lengths:
                 os.truncate(path, lengths[path.name])
             else:

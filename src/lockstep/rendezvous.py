@@ -194,7 +194,8 @@ def connect(timeout_sec: float) -> None:
         RunError: If the node of rank 0 cannot be reached.
     """
     global _store
-    if int(os.environ.get("WORLD_SIZE", 1)) == 1 or "MASTER_ADDR" not in os.environ:
+    told = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
+    if not told or os.environ["WORLD_SIZE"] == "1":
         return
     try:
         _store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_sec)))
@@ -242,13 +243,15 @@ def check_nodes_agree(config: dict[str, Any]) -> None:
     Raises:
         ConfigError: On every rank, naming the first key that differs.
     """
+    if _store is None:
+        return
     run_dir = json.dumps(config["run_dir"])[1:-1]
     sections = json.dumps({section: config[section] for section in AGREED_SECTIONS})
     own = _flat(json.loads(sections.replace(run_dir, "RUN_DIR")))
     theirs = from_rank_zero("config", own)
     keys = [key for key in own | theirs if key not in PER_NODE_KEYS]
     key = next((key for key in keys if own.get(key) != theirs.get(key)), None)
-    verdict = f"{key}={theirs.get(key)} on node 0 and {key}={own.get(key)} on node {os.environ['GROUP_RANK']}"
+    verdict = f"{key}={theirs.get(key)} on node 0 and {key}={own.get(key)} on node {os.environ.get('GROUP_RANK')}"
     _store.set(f"verdict/{os.environ['RANK']}", "" if key is None else verdict)
     for rank in range(int(os.environ["WORLD_SIZE"])):
         if verdict := _store.get(f"verdict/{rank}").decode():

@@ -82,8 +82,10 @@ def exit_on_signals(before: Callable[[int], None]) -> None:
             handler = signal.getsignal(number)
             # Lightning wraps the handlers that it finds
             if _exit_at_once in getattr(handler, "signal_handlers", (handler,)):
-                before(number)
-                os._exit(128 + number)
+                try:
+                    before(number)
+                finally:  # whatever became of that, a terminal may be gone or a disk full
+                    os._exit(128 + number)
 
     threading.Thread(target=wait, name="exit on signals", daemon=True).start()
 

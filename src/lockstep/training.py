@@ -24,6 +24,7 @@ from lockstep.files import whole_file
 from lockstep.loggers import run_loggers
 from lockstep.rendezvous import check_nodes_agree, connect, from_rank_zero, once_per_node
 from lockstep.stopping import StopTogether
+from lockstep.worker import is_worker
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +65,7 @@ def train(cfg: DictConfig) -> dict[str, float]:
         with trainer.precision_plugin.tensor_init_context():
             model = instantiate(cfg.model, _convert_="all")
         model.save_hyperparameters(OmegaConf.to_container(cfg), logger=False)
-        check_checkpoint(cfg.ckpt_path, model)
+        check_checkpoint(cfg.ckpt_path, model, datamodule)
         trainer.fit(model, datamodule, ckpt_path=where_to_go_on(cfg, trainer), weights_only=True)
         trainer.test(model, datamodule, ckpt_path=best_checkpoint(trainer), weights_only=True, verbose=False)
     except MisconfigurationException as error:
@@ -104,7 +105,11 @@ def where_to_go_on(cfg: DictConfig, trainer: pl.Trainer) -> str | None:
     Rank 0 decides, since only it writes them: another node neither has the file nor need have been restarted.
     """
     path, written = cfg.ckpt_path, Path(cfg.last_checkpoint)
-    if launch.rank() == 0 and launch.restart_count():
+    if launch.restart_count() and not is_worker():
+        log.warning(
+            "torchrun has started this job again, from %s; only launch.max_restarts resumes", path or "the start"
+        )
+    elif launch.rank() == 0 and launch.restart_count():
         # a file from before this command is another run's, which the folder may have been used for
         if written.exists() and written.stat().st_mtime >= cfg.launch.started_at:
             path = str(written)
@@ -185,7 +190,7 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def check_checkpoint(path: str | None, model: pl.LightningModule) -> None:
+def check_checkpoint(path: str | None, model: pl.LightningModule, datamodule: pl.LightningDataModule) -> None:
     """Refuse a file that Lightning could not resume this model from.
 
     Raises:
@@ -200,6 +205,11 @@ def check_checkpoint(path: str | None, model: pl.LightningModule) -> None:
         raise ConfigError(f"ckpt_path={path} is not a checkpoint that can be opened weights-only ({reason})") from error
     if not isinstance(checkpoint, dict) or not {"state_dict", "optimizer_states", "loops"} <= checkpoint.keys():
         raise ConfigError(f"ckpt_path={path} is not a checkpoint of a training run; allowed: last.ckpt or best.ckpt")
+    if "epoch_sums" in checkpoint and type(datamodule).__qualname__ not in checkpoint:  # which tells the position
+        raise ConfigError(
+            f"ckpt_path={path} was written within an epoch of other data; allowed: the same data, or a checkpoint"
+            " from an epoch's end"
+        )
     states = (checkpoint["state_dict"], model.state_dict())
     there, here = ({name: tuple(value.shape) for name, value in state.items()} for state in states)
     if there != here:

@@ -13,6 +13,8 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from lockstep.config import ConfigError
 from lockstep.files import whole_file
 from lockstep.signals import STOP_SIGNALS, Stopped, exit_on_signals, received
 
-SHUTDOWN_TIMEOUT_SEC = 10  # what a worker gets between SIGTERM and SIGKILL
+SHUTDOWN_TIMEOUT_SEC = 10  # what a worker gets between SIGTERM and SIGKILL when the command is told to stop
 STARTED_FILE, DONE_FILE, END_FILE = "started.json", "done.json", "end.json"  # running; all went well; it did not
 COLLECTIVES = {
     *("all_gather", "all_gather_object", "all_reduce", "barrier", "broadcast", "broadcast_object_list"),
@@ -53,7 +55,7 @@ def work(function: str, config: dict[str, Any], environ: dict[str, str]) -> Any:
     folder = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parent
     os.environ.update(environ | dict(os.environ))
     _record = record = _Record(folder, int(os.environ["RANK"]), config["launch"]["timeout_sec"])
-    exit_on_signals(before=lambda number: record.leave(Stopped(number)))
+    exit_on_signals(before=record.leave_stopped)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     try:
         if final_end(folder.parents[1]) is not None:
@@ -89,11 +91,21 @@ class _Record:
     def __init__(self, folder: Path, rank: int, timeout_sec: float) -> None:
         self.folder, self.rank, self.timeout_sec = folder, rank, timeout_sec
         self._lock = threading.Lock()
-        (folder / STARTED_FILE).write_text(json.dumps({"rank": rank, "pid": os.getpid()}))
+        unfinished = folder / f".{STARTED_FILE}"
+        unfinished.write_text(json.dumps({"rank": rank, "pid": os.getpid()}))
+        unfinished.replace(folder / STARTED_FILE)
 
     def close(self) -> None:
-        """All went well."""
-        (self.folder / STARTED_FILE).rename(self.folder / DONE_FILE)
+        """All went well; what is left to do is to wait until the launcher has taken the value."""
+        done = self.folder / DONE_FILE
+        (self.folder / STARTED_FILE).rename(done)
+        Finalize(None, partial(done.unlink, missing_ok=True), exitpriority=0)  # after which the process ends
+
+    def leave_stopped(self, signum: int) -> None:
+        """Say that a signal ended this worker, unless it is the launcher's, which ends all when one has failed."""
+        peers = [path for path in self.folder.parent.iterdir() if path != self.folder]
+        if not any((peer / END_FILE).exists() or _was_killed(peer / STARTED_FILE) for peer in peers):
+            self.leave(Stopped(signum))
 
     def leave(self, error: BaseException) -> None:
         """Say how this worker ends. The first reason counts: what follows may follow from it."""
@@ -105,6 +117,11 @@ class _Record:
 
 
 _record: _Record | None = None  # of this process, if it is a worker
+
+
+def is_worker() -> bool:
+    """Whether this process is a worker of our own launcher; torchrun's and srun's are not."""
+    return _record is not None
 
 
 def _described(error: BaseException, rank: int) -> dict[str, Any]:
@@ -124,9 +141,12 @@ def final_end(folder: Path) -> dict[str, Any] | None:
     Args:
         folder: Of all attempts.
     """
-    ends = [json.loads(path.read_text()) for path in folder.glob(f"attempt_*/*/{END_FILE}")]
-    final = [end for end in ends if end["kind"] in ("config", "stopped")]
-    return min(final, key=lambda end: end["time"], default=None)
+    for attempt in folder.glob("attempt_*"):
+        ends = [json.loads(path.read_text()) for path in attempt.glob(f"*/{END_FILE}")]
+        first = min(ends, key=lambda end: end["time"], default=None)
+        if first is not None and first["kind"] in ("config", "stopped"):
+            return first
+    return None
 
 
 def as_exception(end: dict[str, Any]) -> BaseException:
@@ -157,15 +177,20 @@ def _wait_if_another_was_killed(folder: Path) -> None:
 
 
 def _was_killed(started: Path) -> bool:
-    if (started.parent / END_FILE).exists():
-        return False
     try:
-        os.kill(json.loads(started.read_text())["pid"], 0)
-    except ProcessLookupError:
-        return started.exists()
-    except FileNotFoundError:  # it has just ended well
+        pid = json.loads(started.read_text())["pid"]
+    except FileNotFoundError:  # it has ended well, or has not begun
         return False
-    return False
+    return not (started.parent / END_FILE).exists() and not is_alive(pid) and started.exists()
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended and was not yet asked how does not."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return _process_state(pid) != "Z"
 
 
 # ------------------------------------------------------------------------------------------------ missing ranks
