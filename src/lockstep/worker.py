@@ -104,8 +104,8 @@ class _Record:
     def leave_stopped(self, signum: int) -> None:
         """Say that a signal ended this worker, unless it is the launcher's, which ends all when one has failed."""
         peers = [path for path in self.folder.parent.iterdir() if path != self.folder]
-        if not any((peer / END_FILE).exists() or _was_killed(peer / STARTED_FILE) for peer in peers):
-            self.leave(Stopped(signum))
+        failed = any((peer / END_FILE).exists() or _was_killed(peer / STARTED_FILE) for peer in peers)
+        self.leave(_EndedByLauncher() if failed else Stopped(signum))
 
     def leave(self, error: BaseException) -> None:
         """Say how this worker ends. The first reason counts: what follows may follow from it."""
@@ -124,14 +124,17 @@ def is_worker() -> bool:
     return _record is not None
 
 
+class _EndedByLauncher(Exception):
+    """Another rank has failed."""
+
+
 def _described(error: BaseException, rank: int) -> dict[str, Any]:
     end = {"time": time.time(), "rank": rank, "kind": "error", "message": str(error)}
     if isinstance(error, Stopped):
         return end | {"kind": "stopped", "signum": error.signum, "where": error.where}
-    if isinstance(error, ConfigError):
-        return end | {"kind": "config"}
-    if isinstance(error, RunError):
-        return end | {"kind": "run"}
+    for kind, class_ in {"config": ConfigError, "run": RunError, "ended": _EndedByLauncher}.items():
+        if isinstance(error, class_):
+            return end | {"kind": kind}
     return end | {"traceback": "".join(traceback.format_exception(error)).rstrip()}
 
 
@@ -155,6 +158,8 @@ def as_exception(end: dict[str, Any]) -> BaseException:
         return Stopped(end["signum"], end["where"])
     if end["kind"] == "config":
         return ConfigError(end["message"])
+    if end["kind"] == "ended":
+        return WorkerError(f"rank {end['rank']} was ended by the launcher, since another failed and left no traceback")
     if end["kind"] == "run":
         return WorkerError(f"rank {end['rank']}: {end['message']}")
     return WorkerError(f"rank {end['rank']} failed:\n{end['traceback']}")
