@@ -92,11 +92,11 @@ def draw(samples: list[Sample], path: Path) -> None:
     figure, (memory, files, startup) = plt.subplots(3, 1, sharex=True, figsize=(7, 6), layout="constrained")
     for index, name in enumerate(("command", "fork server")):
         memory.plot(jobs, [sample.memory[index] for sample in samples], label=name)
-        # how many the present job has open depends on the moment, so the fewest of ten jobs are shown
+        # how many the present job has open depends on the moment, so the most of ten jobs are shown
         tens = [samples[start : start + 10] for start in range(0, len(samples), 10)]
-        files.plot([ten[0].job for ten in tens], [min(s.files[index] for s in ten) for ten in tens], label=name)
+        files.plot([ten[0].job for ten in tens], [max(s.files[index] for s in ten) for ten in tens], label=name)
     memory.set(ylabel="resident memory, MiB", ylim=(0, None), title=f"One sweep of {len(samples)} jobs")
-    files.set(ylabel="open files between jobs", ylim=(0, None))
+    files.set(ylabel="open files, at most", ylim=(0, None))
     startup.plot(jobs, [sample.startup_sec for sample in samples], ".", color="tab:green")
     startup.set(ylabel="start of a job, s", xlabel="job", ylim=(0, None))
     memory.legend(loc="lower right")

@@ -18,7 +18,10 @@ from lockstep.model import CNN, LitClassifier
 RunJob = Callable[..., dict[str, float]]
 
 # 252 divides by 1, 2, 3; the sample's 500 validation and 1,000 test images do not divide by 3.
-EXACT = ("trainer.precision=64-true", "data.batch_size=252", "trainer.max_epochs=3")
+EXACT = (
+    *("trainer.precision=64-true", "data.batch_size=252", "trainer.max_epochs=3"),
+    *("model.net.channels=[4,8]", "model.net.hidden=32"),
+)
 STRATEGIES = {
     "single": ("strategy=single",),
     "dp2": ("strategy=dp", "trainer.devices=2"),

@@ -13,7 +13,6 @@ RunJob = Callable[..., dict[str, float]]
 STRATEGIES = {
     "single": ("strategy=single",),
     "dp3": ("strategy=dp", "trainer.devices=3"),
-    "ddp2": ("strategy=ddp", "trainer.devices=2"),
     "ddp3": ("strategy=ddp", "trainer.devices=3"),
 }
 # 4,500 images for training, of which 252 leave 216 over; 101 for testing, of which 25 leave 1 over

@@ -54,7 +54,7 @@ def steps(tmp_path: Path, run: str = "run") -> set[str]:
         ("ddp2", 1, DROPOUT),
         ("ddp2", 1, ("trainer.accumulate_grad_batches=3", "data.batch_size=128")),
         ("ddp2", 1, ("trainer.precision=64-true", "trainer.val_check_interval=0.3")),
-        ("ddp2", 0, ("data.num_workers=1", "trainer.max_epochs=2", "trainer.limit_val_batches=0")),
+        ("single", 0, ("data.num_workers=1", "trainer.max_epochs=2", "trainer.limit_val_batches=0")),
         ("ddp2", 1, ("trainer.overfit_batches=12",)),
         ("ddp2", 1, ("trainer.limit_train_batches=5",)),  # where the ranks tell each other in last batches only
     ],

@@ -28,7 +28,7 @@ def test_two_hundred_jobs_leave_nothing_behind(tmp_path: Path) -> None:
         before, after = (median(sample.memory[which] for sample in part) for part in (early, late))
         assert after < before + 15, f"{name}: {before} MiB, then {after} MiB"
         # how many the present job has open depends on the moment
-        assert min(sample.files[which] for sample in late) <= min(sample.files[which] for sample in early), name
-    assert min(sample.shared for sample in late) <= min(sample.shared for sample in early)
+        assert max(sample.files[which] for sample in late) <= max(sample.files[which] for sample in early) + 3, name
+    assert max(sample.shared for sample in late) <= max(sample.shared for sample in early) + 3
     before, after = (median(sample.startup_sec for sample in part) for part in (early, late))
     assert after < 1.5 * before  # the machine drifts; a leak over 180 jobs shows more
