@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from processes import processes_in
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lockstep import config, tags
@@ -49,18 +50,6 @@ def run(command: list[str], cwd: Path, timeout: float = 100, **environ: str) -> 
 
 def train(cwd: Path, *overrides: str, **environ: str) -> subprocess.CompletedProcess[str]:
     return run([*TRAIN, *SMALL, f"hydra.run.dir={cwd / 'run'}", *overrides], cwd, **environ)
-
-
-def processes_in(folder: Path) -> list[str]:
-    """The command lines of all processes whose working directory this is."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if os.readlink(process / "cwd") == str(folder):
-                found.append((process / "cmdline").read_text().replace("\0", " "))
-        except OSError:
-            continue  # it has ended meanwhile
-    return found
 
 
 def scalars(folder: Path) -> dict[str, list[int]]:

@@ -132,7 +132,9 @@ def test_lightnings_options_work(run_job: RunJob, overrides: list[str]) -> None:
 def test_nodes_that_do_not_meet_are_told(run_job: RunJob, free_port: int) -> None:
     nodes = ("trainer.num_nodes=2", "strategy=ddp", "trainer.devices=1", "launch.local_addr=127.0.0.1")
     endpoint = f"launch.rdzv_endpoint=127.0.0.1:{free_port}"
-    with pytest.raises(WorkerError, match=f"2 nodes did not meet at launch.rdzv_endpoint=127.0.0.1:{free_port}"):
+    with pytest.raises(
+        WorkerError, match=f"2 nodes did not meet at launch.rdzv_endpoint=127.0.0.1:{free_port}: not all"
+    ):
         run_job(*nodes, endpoint, "launch.timeout_sec=3", function="faults:environment")
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
+from processes import processes_in
 
 from lockstep import config, tags
 from lockstep.config import ConfigError
@@ -169,18 +170,6 @@ def wait_for(path: Path, seconds: float = 60) -> None:
     while not path.exists():
         assert time.monotonic() < deadline, f"{path} did not come"
         time.sleep(0.02)
-
-
-def processes_in(folder: Path) -> list[str]:
-    """The command lines of all processes whose working directory this is."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if os.readlink(process / "cwd") == str(folder):
-                found.append((process / "cmdline").read_text().replace("\0", " "))
-        except OSError:
-            continue  # it has ended meanwhile
-    return found
 
 
 def ended(process: subprocess.Popen[str], cwd: Path, seconds: float = 20) -> tuple[int, list[str]]:

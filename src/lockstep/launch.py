@@ -225,7 +225,8 @@ def _run_in_workers(function: str, config: dict[str, Any]) -> Any:
         except ChildFailedError as error:
             raise _first_failure(Path(folder), *error.get_first_failure()) from None
         except RendezvousError as error:
-            reason = str(error.__cause__ or error or type(error).__name__).partition("\n")[0]
+            late = f"not all came within launch.timeout_sec={timeout}"
+            reason = str(error.__cause__ or error).partition("\n")[0] or late
             endpoint = launch["rdzv_endpoint"]
             raise WorkerError(f"{num_nodes} nodes did not meet at launch.rdzv_endpoint={endpoint}: {reason}") from None
         except Stopped as stop:  # this command was told to, and has told its workers
