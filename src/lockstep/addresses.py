@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from lockstep.config import ConfigError
 
+LOOPBACK = "127.0.0.1"
 SIOCGIFADDR = 0x8915  # Linux: an interface's IPv4 address
 
 
@@ -29,7 +30,7 @@ class NodeAddress:
 
 def loopback() -> NodeAddress:
     """The only node's, which nobody else need reach."""
-    return NodeAddress("127.0.0.1", True, "lo0" if sys.platform == "darwin" else _interface("127.0.0.1"))
+    return NodeAddress(LOOPBACK, True, "lo0" if sys.platform == "darwin" else _interface(LOOPBACK))
 
 
 def node_address(rdzv_endpoint: str, local_addr: str | None) -> NodeAddress:

@@ -7,7 +7,6 @@ launched.
 """
 
 import atexit
-import json
 import logging
 import multiprocessing
 import os
@@ -31,13 +30,14 @@ from lockstep.config import ConfigError, world_size
 from lockstep.signals import STOP_SIGNALS, Stopped, raise_if_stopped
 from lockstep.worker import (
     DONE_FILE,
-    END_FILE,
     SHUTDOWN_TIMEOUT_SEC,
     STARTED_FILE,
     WorkerError,
     as_exception,
+    ends,
     final_end,
     is_alive,
+    left_behind,
     work,
 )
 
@@ -282,7 +282,7 @@ def _no_wait_for_the_dead(folder: Path) -> Iterator[None]:
 
 def _dead_after_its_work(folder: Path) -> int | None:
     """A rank that has returned its value and is gone without having come to its orderly end."""
-    workers = [json.loads(path.read_text()) for path in _last_attempt(folder).glob(f"*/{DONE_FILE}")]
+    workers = left_behind(_last_attempt(folder), DONE_FILE)
     return min((worker["rank"] for worker in workers if not is_alive(worker["pid"])), default=None)
 
 
@@ -322,17 +322,11 @@ def _last_attempt(folder: Path) -> Path:
     return numbered[max(numbered)] if numbered else folder
 
 
-def _ends(folder: Path) -> list[dict[str, Any]]:
-    """How the workers of the last attempt ended, first to last."""
-    ends = [json.loads(path.read_text()) for path in _last_attempt(folder).glob(f"*/{END_FILE}")]
-    return sorted(ends, key=lambda end: end["time"])
-
-
 def _how_it_stopped(folder: Path) -> str:
     """What to say beside the signal: where the ranks stopped together, or what went wrong in that."""
-    ends = _ends(folder)
-    wrong = next((end["message"] for end in ends if end["kind"] in ("run", "error")), "").partition("\n")[0]
-    return max((end["where"] for end in ends if end["kind"] == "stopped"), default="") or (wrong and f", but: {wrong}")
+    last = ends(_last_attempt(folder))
+    wrong = next((end["message"] for end in last if end["kind"] in ("run", "error")), "").partition("\n")[0]
+    return max((end["where"] for end in last if end["kind"] == "stopped"), default="") or (wrong and f", but: {wrong}")
 
 
 def _first_failure(folder: Path, rank: int, failure: Any) -> BaseException:
@@ -343,14 +337,15 @@ def _first_failure(folder: Path, rank: int, failure: Any) -> BaseException:
         rank: Of the failure that the agent saw first.
         failure: What the agent knows about it.
     """
-    ends = _ends(folder)
-    ended = {end["rank"] for end in ends}
+    attempt = _last_attempt(folder)
+    last = ends(attempt)
+    ended = {end["rank"] for end in last}
     if failure.exitcode < 0 and rank not in ended:
         return WorkerError(f"rank {rank} was killed by {failure.signal_name()}; it left no traceback")
-    started = {json.loads(path.read_text())["rank"] for path in _last_attempt(folder).glob(f"*/{STARTED_FILE}")}
+    started = {worker["rank"] for worker in left_behind(attempt, STARTED_FILE)}
     # the agent too kills a worker that will not go, but only after having waited for it
-    if (killed := started - ended) and (not ends or time.time() - ends[0]["time"] < SHUTDOWN_TIMEOUT_SEC):
+    if (killed := started - ended) and (not last or time.time() - last[0]["time"] < SHUTDOWN_TIMEOUT_SEC):
         return WorkerError(f"rank {min(killed)} was killed; it left no traceback")
-    if not ends:
+    if not last:
         return WorkerError(f"rank {rank} ended with exit code {failure.exitcode} before its work began")
-    return as_exception(ends[0])
+    return as_exception(last[0])

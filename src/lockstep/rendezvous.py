@@ -25,10 +25,10 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, create_handler
 
+from lockstep.addresses import LOOPBACK
 from lockstep.config import ConfigError
 from lockstep.worker import RunError
 
-LOOPBACK = "127.0.0.1"
 # What all nodes must agree on, less what may well differ from node to node.
 AGREED_SECTIONS = ("seed", "trainer", "strategy", "model", "data", "callbacks")
 PER_NODE_KEYS = {"data.root", "callbacks.epoch_monitor.started_at"}

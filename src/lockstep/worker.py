@@ -145,11 +145,20 @@ def final_end(folder: Path) -> dict[str, Any] | None:
         folder: Of all attempts.
     """
     for attempt in folder.glob("attempt_*"):
-        ends = [json.loads(path.read_text()) for path in attempt.glob(f"*/{END_FILE}")]
-        first = min(ends, key=lambda end: end["time"], default=None)
+        first = next(iter(ends(attempt)), None)
         if first is not None and first["kind"] in ("config", "stopped"):
             return first
     return None
+
+
+def ends(attempt: Path) -> list[dict[str, Any]]:
+    """How the workers of one attempt ended, first to last; those that ended well are not in it."""
+    return sorted(left_behind(attempt, END_FILE), key=lambda end: end["time"])
+
+
+def left_behind(attempt: Path, name: str) -> list[dict[str, Any]]:
+    """What the workers of one attempt have in their files of one name."""
+    return [json.loads(path.read_text()) for path in attempt.glob(f"*/{name}")]
 
 
 def as_exception(end: dict[str, Any]) -> BaseException:
