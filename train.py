@@ -41,7 +41,10 @@ if __name__ == "__main__":
         name, _, rank = launcher
         signals.exit_on_signals(before=launch.say_stopped)  # the main thread of a worker waits for others in C++
         if {"-m", "--multirun"} & set(sys.argv):
-            sys.exit(f"error: {name} starts one job; allowed: the sweep without {name}" if rank == 0 else 1)
+            if rank > 0:
+                launch.leave_it_to_the_speaker()
+                sys.exit(1)
+            sys.exit(f"error: {name} starts one job; allowed: the sweep without {name}")
         if rank > 0:  # rank 0 writes the run's folder; the others write nothing
             atexit.unregister(signals.print_stop)
             sys.argv += ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=none"]
@@ -78,6 +81,8 @@ def main(cfg: DictConfig) -> float | None:
         log.error(error)
         if launch.speaks_for(error):
             print(f"error: {error}", file=sys.stderr)
+        else:
+            launch.leave_it_to_the_speaker()
         if sweep:
             raise  # Hydra goes on with the next job, and ends the sweep with an exit code that is not 0
         sys.exit(1)

@@ -41,6 +41,9 @@ EVERY_STRATEGY = {
 DDP_ONLY = {tags.TRAIN_LOSS_RANK.format(rank=1), tags.ALL_REDUCE_SEC, tags.OVERLAP_FRACTION}
 DP_ONLY = {tags.SCATTER_SEC, tags.REPLICATE_SEC, tags.GATHER_SEC, tags.REDUCE_SEC}
 PER_STEP = {tags.TRAIN_LOSS_STEP, tags.LR}
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+# Starts the command's rank 0 after its rank 1; torchrun ends all others at the first exit.
+LATE_RANK_0 = ["--no-python", "bash", "-c", 'if [ "$RANK" = 0 ]; then sleep 1; fi; exec "$@"', "late"]
 
 
 def run(command: list[str], cwd: Path, timeout: float = 100, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -206,8 +209,7 @@ def test_leftovers_in_the_environment_are_named_and_ignored(tmp_path: Path, over
     ],
 )
 def test_torchruns_size_must_be_the_configs(tmp_path: Path, overrides: list[str], runs: int) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    result = run([*torchrun, TRAIN[1], *SMALL, f"hydra.run.dir={tmp_path / 'run'}", *overrides], tmp_path)
+    result = run([*TORCHRUN, *LATE_RANK_0, *TRAIN, *SMALL, f"hydra.run.dir={tmp_path / 'run'}", *overrides], tmp_path)
     assert result.returncode == 1
     errors = [line for line in result.stderr.splitlines() if line.startswith("error:")]
     assert len(errors) == 1, result.stderr
@@ -216,18 +218,16 @@ def test_torchruns_size_must_be_the_configs(tmp_path: Path, overrides: list[str]
 
 
 def test_a_refused_config_under_torchrun_is_told_once(tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     job = [TRAIN[1], *SMALL, *DDP2, f"hydra.run.dir={tmp_path / 'run'}", "data.batch_size=4600"]
-    result = run([*torchrun, *job], tmp_path)
+    result = run([*TORCHRUN, *job], tmp_path)
     assert result.returncode == 1
     assert len([line for line in result.stderr.splitlines() if line.startswith("error:")]) == 1, result.stderr
 
 
 def test_a_signal_to_a_rank_of_torchrun_stops_both(tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     fail = "+callbacks.fail={_target_: faults.FailAt, rank: 1, step: 5, how: terminate}"
     job = [TRAIN[1], *SMALL, *DDP2, f"hydra.run.dir={tmp_path / 'run'}", fail, "trainer.enable_progress_bar=false"]
-    result = run([*torchrun, *job], tmp_path)
+    result = run([*TORCHRUN, *job], tmp_path)
     assert result.returncode != 0
     stopped = [line for line in result.stderr.splitlines() if line.startswith("stopped by")]
     assert stopped == ["stopped by SIGTERM after step 15, in epoch 0; resume with ckpt_path=run/checkpoints/last.ckpt"]
@@ -304,10 +304,8 @@ def test_every_failing_job_of_a_sweep_says_so_and_the_others_run(tmp_path: Path)
 
 
 def test_a_sweep_under_torchrun_is_refused(tmp_path: Path) -> None:
-    worker = {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "2"}
-    first = run([*TRAIN, "-m", "strategy=single,dp"], tmp_path, RANK="0", **worker)
-    assert first.returncode == 1
-    assert first.stderr == "error: torchrun starts one job; allowed: the sweep without torchrun\n"
-    second = run([*TRAIN, "-m", "strategy=single,dp"], tmp_path, RANK="1", **worker)
-    assert (second.returncode, second.stderr) == (1, "")
+    result = run([*TORCHRUN, *LATE_RANK_0, *TRAIN, "-m", "strategy=single,dp"], tmp_path)
+    assert result.returncode == 1
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error:")]
+    assert errors == ["error: torchrun starts one job; allowed: the sweep without torchrun"]
     assert list(tmp_path.iterdir()) == []

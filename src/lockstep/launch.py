@@ -54,6 +54,8 @@ PRELOAD = [
     "lockstep.model",
 ]
 
+SPEAKING_TIME_SEC = 10.0  # by which processes started together may come to the same error apart
+
 # What launchers set for their workers. In a process that none has started it is left from an image, a scheduler's
 # allocation or a notebook.
 LAUNCHER_VARIABLES = {
@@ -138,6 +140,14 @@ def speaks_for(error: Exception) -> bool:
     launcher = external_launcher()
     local_rank = os.environ.get({"torchrun": "LOCAL_RANK", "srun": "SLURM_LOCALID"}[launcher[0]]) if launcher else "0"
     return local_rank == "0" or not isinstance(error, ConfigError)
+
+
+def leave_it_to_the_speaker() -> None:
+    """Wait, in a process that does not tell an error, for the one that does.
+
+    torchrun ends all the others at the first exit, so the one that has something to say must be the first to exit.
+    """
+    time.sleep(SPEAKING_TIME_SEC)
 
 
 def restart_count() -> int:
