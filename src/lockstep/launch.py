@@ -43,17 +43,6 @@ from lockstep.worker import (
 
 log = logging.getLogger(__name__)
 
-PRELOAD = [
-    "hydra",
-    "lockstep.training",
-    "lockstep.loggers",
-    "lockstep.callbacks",
-    "lockstep.stopping",
-    "lockstep.checkpoints",
-    "lockstep.data",
-    "lockstep.model",
-]
-
 SPEAKING_TIME_SEC = 10.0  # by which processes started together may come to the same error apart
 
 # What launchers set for their workers. In a process that none has started it is left from an image, a scheduler's
@@ -73,7 +62,7 @@ def start_forkserver() -> None:
     # Torch's C++ warns, with a stack trace, of what follows from a peer's end and of names it need not know. What
     # matters of that is said by this package; whoever wants it all sets the variable.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    multiprocessing.set_forkserver_preload(PRELOAD)
+    multiprocessing.set_forkserver_preload(["lockstep.preload"])
     # A signal to the whole process group, such as Ctrl-C, must leave the server alone: the workers are its children,
     # and only it can say how they ended. The workers inherit the mask, and lift it when they are ready.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
@@ -175,6 +164,8 @@ def run(function: str, cfg: DictConfig) -> Any:
         cfg.launch.started_at = started_at
     config = OmegaConf.to_container(cfg, resolve=True)
     if (launcher := external_launcher()) is not None:
+        import lockstep.preload  # noqa: F401  as the fork server does for its workers
+
         result = pkgutil.resolve_name(function)(OmegaConf.create(config))
         return result if launcher[2] == 0 else None
     return _run_in_workers(function, config)

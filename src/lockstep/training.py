@@ -76,6 +76,9 @@ def train(cfg: DictConfig) -> dict[str, float]:
 def set_up_process(cfg: DictConfig) -> None:
     """Threads, logging and warnings of this process, whatever ran in it or in its parent before."""
     torch.set_num_threads(num_threads(cfg))
+    if accelerator(cfg) == "cpu":
+        # Before every step an optimizer asks torch for GPUs, and with Lightning imported torch opens NVML to answer.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     for pattern in EXPECTED_WARNINGS:
         warnings.filterwarnings("ignore", pattern)
     # what Lightning calls of torch that torch has renamed since is Lightning's to change
