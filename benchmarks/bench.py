@@ -21,6 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -28,11 +29,13 @@ from rich.table import Table
 from lockstep import config, tags, training
 
 BENCHMARKS = Path(__file__).resolve().parent
-QUIET = ("trainer.enable_progress_bar=false", "trainer.accelerator=cpu")
+TRAIN = str(config.PROJECT / "train.py")
 NO_EVALUATION = ("trainer.limit_val_batches=0", "trainer.limit_test_batches=0")
+NO_CHECKPOINTS = ("~callbacks.best", "~callbacks.last")
+EPOCHS = 3  # of which the first is not counted
 DDP = ("strategy=ddp", "trainer.devices=2")
-WIDE = ("model=cnn_wide", "trainer.max_epochs=2", "trainer.limit_train_batches=40", *NO_EVALUATION)
-DATA = config.PROJECT / "data"
+DP = ("strategy=dp", "trainer.devices=2")
+WIDE = ("model=cnn_wide", "trainer.limit_train_batches=60")
 MULTIPLY_ADDS = 28 * 28 * 8 * 25 + 10 * 10 * 16 * 8 * 25 + 400 * 128 + 128 * 10  # of the default net, per image
 
 # The loop at its best. glibc may or may not hand each step's buffers back to the system, as chance has it, and fetching
@@ -50,7 +53,7 @@ class Run:
     """
 
     seconds: float
-    results: dict[str, Any] = field(default_factory=dict)
+    results: Any = field(default_factory=dict)
 
 
 def run(command: list[str], results: str | None = None) -> Run:
@@ -62,56 +65,79 @@ def run(command: list[str], results: str | None = None) -> Run:
     """
     with tempfile.TemporaryDirectory() as folder:
         environ = os.environ | {"PYTHONPATH": str(BENCHMARKS), "BENCH_STARTED_AT": str(time.time())}
-        start = time.perf_counter()
         arguments = [argument.replace("{run}", folder) for argument in command]
-        subprocess.run(arguments, check=True, capture_output=True, cwd=folder, env=environ)
+        start = time.perf_counter()
+        done = subprocess.run(arguments, check=False, capture_output=True, text=True, cwd=folder, env=environ)
         seconds = time.perf_counter() - start
+        if done.returncode:
+            sys.exit(f"{' '.join(arguments)} ended with exit code {done.returncode}:\n{done.stderr}")
         return Run(seconds, json.loads(Path(folder, results).read_text()) if results else {})
 
 
-def ours(*overrides: str, results: str = "metrics.json") -> Run:
-    train = str(config.PROJECT / "train.py")
-    return run([sys.executable, train, *QUIET, "hydra.run.dir={run}", *overrides], results)
+@dataclass(frozen=True)
+class Sides:
+    """What is compared.
 
+    Attributes:
+        accelerator: Lightning's name of what all of them run on.
+        data: The folder that holds MNIST/raw.
+    """
 
-def usual(*overrides: str) -> Run:
-    train = str(BENCHMARKS / "usual" / "train.py")
-    return run([sys.executable, train, f"data_dir={DATA}", "hydra.run.dir={run}", *overrides], "seconds.json")
+    accelerator: str
+    data: Path
 
+    def ours(self, *overrides: str, results: str | None = "metrics.json", folder: str = "hydra.run.dir={run}") -> Run:
+        options = (f"trainer.accelerator={self.accelerator}", f"data.root={self.data}", folder)
+        return run([sys.executable, TRAIN, "trainer.enable_progress_bar=false", *options, *overrides], results)
 
-def hand_written(processes: int, *arguments: str) -> float:
-    """Seconds of its last epoch."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    script = [str(BENCHMARKS / "hand_written.py"), *arguments]
-    command = [sys.executable, *(torchrun if processes > 1 else []), *script]
-    result = subprocess.run(command, check=True, capture_output=True, text=True, env=os.environ | KEEP_MEMORY)
-    return json.loads(result.stdout)[-1]
+    def usual(self, *overrides: str) -> Run:
+        options = (f"accelerator={self.accelerator}", f"data_dir={self.data}", "hydra.run.dir={run}")
+        return run([sys.executable, str(BENCHMARKS / "usual" / "train.py"), *options, *overrides], "seconds.json")
 
+    def hand_written(self, processes: int) -> float:
+        """Seconds of an epoch."""
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+        threads = max(1, training.num_cores() // processes)
+        options = (f"--epochs={EPOCHS}", f"--threads={threads}", f"--data={self.data}", f"--device={self.accelerator}")
+        script = [str(BENCHMARKS / "hand_written.py"), *options, "--json={run}/seconds.json"]
+        memory = ["env", *(f"{name}={value}" for name, value in KEEP_MEMORY.items())]
+        seconds = run([*memory, sys.executable, *(torchrun if processes > 1 else []), *script], "seconds.json").results
+        return median(seconds[1:])
 
-def first_step(run: Run) -> float:
-    work = sum(run.results[tags.PHASE_SEC.format(phase=phase)] for phase in tags.PHASES[1:])
-    return run.results[tags.STARTUP_SEC] + work
+    def epoch(self, *overrides: str) -> float:
+        """Seconds of one of our epochs."""
+        few = (f"trainer.max_epochs={EPOCHS}", *NO_EVALUATION)
+        return self.ours(*few, *overrides).results[tags.EPOCH_SEC_MEDIAN]
 
+    def clocked_epoch(self, *overrides: str) -> float:
+        """The same by a clock that does not need our callback."""
+        few = (f"trainer.max_epochs={EPOCHS}", *NO_EVALUATION, *NO_CHECKPOINTS, "+callbacks.clock._target_=clock.Clock")
+        return median(self.ours(*few, *overrides, results="clock.json").results[1:])
 
-def epoch(*overrides: str) -> float:
-    """Seconds of our last epoch of two."""
-    return ours(*overrides, "trainer.max_epochs=2", *NO_EVALUATION).results[tags.EPOCH_SEC]
+    def until_first_step(self, *overrides: str) -> float:
+        few = ("trainer.max_steps=1", *NO_EVALUATION, *NO_CHECKPOINTS)
+        return self.ours(*few, "+callbacks.first={_target_: clock.FirstStep}", *overrides, results="first.json").results
 
+    def sweep(self) -> float:
+        few = [f"trainer.limit_{stage}_batches=10" for stage in ("train", "val", "test")]
+        jobs = ("strategy=single,dp,ddp", "trainer.devices=2", "trainer.max_epochs=1", *few, "--multirun")
+        return self.ours(*jobs, folder="hydra.sweep.dir={run}", results=None).seconds
 
-def sweep() -> float:
-    few = [f"trainer.limit_{stage}_batches=10" for stage in ("train", "val", "test")]
-    train = [sys.executable, str(config.PROJECT / "train.py"), "-m", *QUIET, "hydra.sweep.dir={run}", *few]
-    return run([*train, "strategy=single,dp,ddp", "trainer.devices=2", "trainer.max_epochs=1"]).seconds
+    def three_usual_runs(self) -> float:
+        few = ("max_epochs=1", "limit_batches=10")  # Lightning 2 has no dp: a second single stands for it
+        return sum(self.usual(*few, *more).seconds for more in ((), (), ("strategy=ddp", "devices=2")))
 
+    def loader_share(self) -> float:
+        """Of a training epoch: fetching a batch, bringing it to the device, scaling it."""
+        clock = "trainer.profiler={_target_: clock.LoaderClock, folder: '${run_dir}'}"
+        few = (f"trainer.max_epochs={EPOCHS}", *NO_EVALUATION, clock)
+        return self.ours(*few, results="loader.json").results
 
-def three_usual_runs() -> float:
-    few = ("max_epochs=1", "limit_batches=10")  # Lightning 2 has no dp: a second single stands for it
-    return sum(usual(*few, *more).seconds for more in ((), (), ("strategy=ddp", "devices=2")))
-
-
-def clocked(*overrides: str) -> float:
-    without = ("~callbacks.best", "~callbacks.last", "+callbacks.clock={_target_: clock.Clock}")
-    return ours("trainer.max_epochs=3", *NO_EVALUATION, *without, *overrides, results="clock.json").results[-1]
+    def closing_share(self) -> float:
+        """Of the main command: what is neither start-up nor training."""
+        main = self.ours(*DDP)
+        training_sec = 5 * main.results[tags.EPOCH_SEC_MEDIAN]
+        return (main.seconds - main.results[tags.STARTUP_SEC] - training_sec) / main.seconds
 
 
 @dataclass(frozen=True)
@@ -124,56 +150,53 @@ class Row:
 
     what: str
     target: float
-    numerator: Callable[[], float]
-    denominator: Callable[[], float] = lambda: 1.0
+    numerator: Callable[[Sides], float]
+    denominator: Callable[[Sides], float] = lambda sides: 1.0
     at_most: bool = True
-
-
-def loader_share() -> float:
-    metrics = ours("trainer.max_epochs=2", *NO_EVALUATION).results
-    phases = [metrics[tags.PHASE_SEC.format(phase=phase)] for phase in tags.PHASES]
-    return phases[0] / sum(phases)
-
-
-def overhead_share() -> float:
-    """Of the main command: what is neither start-up nor training."""
-    main = ours(*DDP)
-    training_sec = 5 * main.results[tags.EPOCH_SEC_MEDIAN]
-    return (main.seconds - main.results[tags.STARTUP_SEC] - training_sec) / main.seconds
 
 
 ROWS = {
     1: Row(
         "ddp, until its first optimizer step / the usual project",
         0.55,
-        lambda: first_step(ours(*DDP, "trainer.max_steps=1", *NO_EVALUATION)),
-        lambda: usual("strategy=ddp", "devices=2", "max_epochs=1", "limit_batches=1").results["first_step"],
+        lambda sides: sides.until_first_step(*DDP),
+        lambda sides: sides.usual("strategy=ddp", "devices=2", "max_epochs=1", "limit_batches=1").results["first_step"],
     ),
-    2: Row("sweep of single, dp, ddp / three runs of the usual project", 0.40, sweep, three_usual_runs),
-    3: Row("epoch of single / hand-written loop", 1.05, epoch, lambda: hand_written(1)),
-    4: Row("epoch of ddp / hand-written DDP", 1.05, lambda: epoch(*DDP), lambda: hand_written(2, "--threads", "1")),
-    5: Row("loader share of an epoch", 0.02, loader_share),
+    2: Row("sweep of single, dp, ddp / three runs of the usual project", 0.40, Sides.sweep, Sides.three_usual_runs),
+    3: Row("epoch of single / hand-written loop", 1.05, Sides.epoch, lambda sides: sides.hand_written(1)),
+    4: Row(
+        "epoch of ddp, 2 processes / hand-written DDP",
+        1.05,
+        lambda sides: sides.epoch(*DDP),
+        lambda sides: sides.hand_written(2),
+    ),
+    5: Row("loader share of an epoch", 0.02, Sides.loader_share),
     6: Row(
         "the main command, 5 epochs / the usual project",
         0.25,
-        lambda: ours(*DDP).seconds,
-        lambda: usual("strategy=ddp", "devices=2").seconds,
+        lambda sides: sides.ours(*DDP).seconds,
+        lambda sides: sides.usual("strategy=ddp", "devices=2").seconds,
     ),
     7: Row(
-        "epoch of dp with 2 replicas / single with 2 threads, cnn_wide",
+        "epoch of dp, 2 replicas / single with 2 threads, cnn_wide",
         0.75,
-        lambda: epoch(*WIDE, "strategy=dp", "trainer.devices=2"),
-        lambda: epoch(*WIDE),
+        lambda sides: sides.epoch(*WIDE, *DP, "launch.threads_per_process=1"),
+        lambda sides: sides.epoch(*WIDE, "launch.threads_per_process=2"),
     ),
     8: Row(
-        "epoch of single with 1 thread / ddp with 2 processes, cnn_wide",
+        "epoch of single with 1 thread / ddp, 2 processes, cnn_wide",
         1.8,
-        lambda: epoch(*WIDE, "launch.threads_per_process=1"),
-        lambda: epoch(*WIDE, *DDP),
+        lambda sides: sides.epoch(*WIDE, "launch.threads_per_process=1"),
+        lambda sides: sides.epoch(*WIDE, *DDP, "launch.threads_per_process=1"),
         at_most=False,
     ),
-    9: Row("epoch with EpochMonitor / without", 1.01, clocked, lambda: clocked("~callbacks.epoch_monitor")),
-    10: Row("neither start-up nor training, share of the main command", 0.10, overhead_share),
+    9: Row(
+        "epoch with EpochMonitor / without",
+        1.01,
+        Sides.clocked_epoch,
+        lambda sides: sides.clocked_epoch("~callbacks.epoch_monitor"),
+    ),
+    10: Row("neither start-up nor training, share of the main command", 0.10, Sides.closing_share),
 }
 
 
@@ -190,15 +213,25 @@ class Result:
     met: bool
     pairs: list[tuple[float, float]]
 
+    @property
+    def spread(self) -> str:
+        return f"{self.smallest:.3f} to {self.largest:.3f}"
 
-def measure(number: int, pairs: int) -> Result:
+    def cells(self) -> tuple[str, ...]:
+        """The table's columns after the number."""
+        sides = (median(side) for side in zip(*self.pairs, strict=True))
+        absolute = " / ".join(f"{side:.2f}" for side in sides)
+        met = "yes" if self.met else "no"
+        return self.what, self.target, f"{self.median:.3f}", self.spread, absolute, met
+
+
+def measure(number: int, pairs: int, sides: Sides) -> Result:
     row, measured = ROWS[number], []
     for pair in range(pairs):
-        sides = [row.numerator, row.denominator]
         if pair % 2:
-            second, first = sides[1](), sides[0]()
+            second, first = row.denominator(sides), row.numerator(sides)
         else:
-            first, second = sides[0](), sides[1]()
+            first, second = row.numerator(sides), row.denominator(sides)
         measured.append((first, second))
     ratios = [first / second for first, second in measured]
     middle = median(ratios)
@@ -225,24 +258,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", choices=ROWS, default=list(ROWS))
     parser.add_argument("--pairs", type=int, default=7)
+    parser.add_argument("--accelerator", choices=("cpu", "gpu"), default="cpu")
+    parser.add_argument("--data", type=Path, default=config.PROJECT / "data", help="the folder that holds MNIST/raw")
     parser.add_argument("--json", type=Path, default=config.PROJECT / "outputs" / "bench.json")
     options = parser.parse_args()
 
     console, results = Console(), []
-    hardware = f"{training.num_cores()} cores of {training.cpu_name()}, torch {torch.__version__}"
-    table = Table("#", "what", "target", "median", "smallest to largest", "met", title=hardware, title_justify="left")
+    sides = Sides(options.accelerator, options.data.resolve())
+    device = "" if options.accelerator == "cpu" else f"{torch.cuda.get_device_name()}, "
+    versions = f"torch {torch.__version__}, lightning {pl.__version__}"
+    hardware = f"{device}{training.num_cores()} cores of {training.cpu_name()}, {versions}"
+    table = Table(
+        "#", "what", "target", "median", "min to max", "absolute", "met", title=hardware, title_justify="left"
+    )
     for number in options.rows:
-        result = measure(number, options.pairs)
+        result = measure(number, options.pairs, sides)
         results.append(asdict(result))
-        spread = f"{result.smallest:.3f} to {result.largest:.3f}"
-        cells = (result.what, result.target, f"{result.median:.3f}", spread, "yes" if result.met else "no")
-        table.add_row(str(number), *cells)
-        console.print(f"{number}: {result.median:.3f} ({spread})", highlight=False)
+        console.print(f"{number}: {result.median:.3f} ({result.spread})", highlight=False)
+        table.add_row(str(number), *result.cells())
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps({"hardware": hardware, "rows": results}, indent=2) + "\n")
     console.print(table)
     singles = [first for result in results if result["row"] == 3 for first, _ in result["pairs"]]
-    if singles:
+    if singles and options.accelerator == "cpu":
         share = arithmetic_share(median(singles))
         console.print(
             f"an epoch of single is {share['epoch_gflop']:.0f} GFLOP; at the {share['gemm_gflops']:.0f} GFLOP/s of a"

@@ -1,11 +1,14 @@
-"""A stopwatch for both sides of a comparison, with and without EpochMonitor."""
+"""Stopwatches for `bench.py`: of an epoch, with whatever callbacks are on, and of the loader within it."""
 
 import json
+import os
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.profilers import Profiler
 
 
 class Clock(pl.Callback):
@@ -21,3 +24,39 @@ class Clock(pl.Callback):
         self.seconds.append(time.perf_counter() - self.start)
         if trainer.is_global_zero:
             Path(trainer.default_root_dir, "clock.json").write_text(json.dumps(self.seconds))
+
+
+class FirstStep(pl.Callback):
+    """Writes how long after the command's start the first optimizer step was done, s."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.is_global_zero:
+            seconds = time.time() - float(os.environ["BENCH_STARTED_AT"])
+            Path(trainer.default_root_dir, "first.json").write_text(json.dumps(seconds))
+
+
+class LoaderClock(Profiler):
+    """Writes which share of the training epochs went into fetching batches and making them ready on the device.
+
+    Args:
+        folder: Where to.
+    """
+
+    EPOCH = "run_training_epoch"
+    LOADER = ("[_TrainingEpochLoop].train_dataloader_next", "[Strategy]SingleDeviceStrategy.batch_to_device")
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self.folder = Path(folder)
+        self.seconds: Counter[str] = Counter()
+
+    def start(self, action_name: str) -> None:
+        self.seconds[action_name] -= time.perf_counter()
+
+    def stop(self, action_name: str) -> None:
+        self.seconds[action_name] += time.perf_counter()
+
+    def describe(self) -> None:
+        """Lightning calls this at the end of fit, when no epoch is running, and at the end of test."""
+        loader = sum(self.seconds[action] for action in self.LOADER)
+        (self.folder / "loader.json").write_text(json.dumps(loader / self.seconds[self.EPOCH]))

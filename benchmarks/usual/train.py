@@ -2,7 +2,8 @@
 
     python benchmarks/usual/train.py data_dir=data strategy=ddp devices=2
 
-The net, the global batch, the optimizer and the schedule are Lockstep's. Writes seconds.json into its run folder.
+The layers, the global batch, the optimizer and the schedule are Lockstep's; how they are written is not. Writes
+seconds.json into its run folder.
 """
 
 import json
@@ -17,12 +18,11 @@ import lightning as L
 import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
+from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, random_split
 from torchvision import transforms
 from torchvision.datasets import MNIST
-
-from lockstep.model import CNN
 
 
 class MNISTData(L.LightningDataModule):
@@ -50,7 +50,11 @@ class LitMNIST(L.LightningModule):
     def __init__(self, lr: float) -> None:
         super().__init__()
         self.save_hyperparameters()
-        self.net = CNN()
+        self.net = nn.Sequential(
+            *(nn.Conv2d(1, 8, 5, padding=2), nn.MaxPool2d(2), nn.ReLU()),
+            *(nn.Conv2d(8, 16, 5), nn.MaxPool2d(2), nn.ReLU(), nn.Flatten()),
+            *(nn.Linear(16 * 5 * 5, 128), nn.ReLU(), nn.Linear(128, 10)),
+        )
 
     def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], batch_idx: int) -> torch.Tensor:
         images, labels = batch
@@ -92,7 +96,7 @@ def main(cfg: DictConfig) -> None:
     L.seed_everything(cfg.seed)
     run_dir, first_step = Path(HydraConfig.get().runtime.output_dir), FirstStep()
     trainer = L.Trainer(
-        accelerator="cpu",
+        accelerator=cfg.accelerator,
         strategy=cfg.strategy,
         devices=cfg.devices,
         max_epochs=cfg.max_epochs,
