@@ -3,6 +3,9 @@
     python benchmarks/bench.py                    every row, 7 pairs each; prints a table, writes outputs/bench.json
     python benchmarks/bench.py --rows 1 3 --pairs 3
 
+A row with a star says how far the row above it could come on this machine: there, processes that need nothing of each
+other share the work.
+
 Machines drift by a factor of two within minutes. So the two sides of a pair run one directly after the other, in turn
 the one and the other first; what counts is the ratio of each pair, and of those the median, smallest and largest.
 MNIST must lie in data/ already: any run of `python train.py` fetches it.
@@ -16,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
@@ -35,7 +39,8 @@ NO_CHECKPOINTS = ("~callbacks.best", "~callbacks.last")
 EPOCHS = 3  # of which the first is not counted
 DDP = ("strategy=ddp", "trainer.devices=2")
 DP = ("strategy=dp", "trainer.devices=2")
-WIDE = ("model=cnn_wide", "trainer.limit_train_batches=60")
+FEW = 60  # batches of cnn_wide, twelve times the arithmetic, in an epoch
+WIDE = ("model=cnn_wide", f"trainer.limit_train_batches={FEW}")
 MULTIPLY_ADDS = 28 * 28 * 8 * 25 + 10 * 10 * 16 * 8 * 25 + 400 * 128 + 128 * 10  # of the default net, per image
 
 # The loop at its best. glibc may or may not hand each step's buffers back to the system, as chance has it, and fetching
@@ -94,15 +99,20 @@ class Sides:
         options = (f"accelerator={self.accelerator}", f"data_dir={self.data}", "hydra.run.dir={run}")
         return run([sys.executable, str(BENCHMARKS / "usual" / "train.py"), *options, *overrides], "seconds.json")
 
-    def hand_written(self, processes: int) -> float:
+    def hand_written(self, *options: str, processes: int = 1) -> float:
         """Seconds of an epoch."""
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-        threads = max(1, training.num_cores() // processes)
-        options = (f"--epochs={EPOCHS}", f"--threads={threads}", f"--data={self.data}", f"--device={self.accelerator}")
-        script = [str(BENCHMARKS / "hand_written.py"), *options, "--json={run}/seconds.json"]
+        fixed = (f"--epochs={EPOCHS}", f"--data={self.data}", f"--device={self.accelerator}")
+        script = [str(BENCHMARKS / "hand_written.py"), *fixed, *options, "--json={run}/seconds.json"]
         memory = ["env", *(f"{name}={value}" for name, value in KEEP_MEMORY.items())]
         seconds = run([*memory, sys.executable, *(torchrun if processes > 1 else []), *script], "seconds.json").results
         return median(seconds[1:])
+
+    def two_halves(self) -> float:
+        """Seconds of an epoch of the wide net in two loops at the same time, each with half of every batch."""
+        options = ("--model=cnn_wide", "--threads=1", "--batch=128", f"--batches={FEW}")
+        with ThreadPoolExecutor(2) as pool:
+            return max(pool.map(lambda _: self.hand_written(*options), range(2)))
 
     def epoch(self, *overrides: str) -> float:
         """Seconds of one of our epochs."""
@@ -145,58 +155,72 @@ class Row:
     """One line of the table: `numerator() / denominator()`, and what it should be.
 
     Attributes:
+        target: None: none, the row explains another.
         at_most: Whether `target` is an upper limit.
     """
 
     what: str
-    target: float
+    target: float | None
     numerator: Callable[[Sides], float]
     denominator: Callable[[Sides], float] = lambda sides: 1.0
     at_most: bool = True
 
 
 ROWS = {
-    1: Row(
+    "1": Row(
         "ddp, until its first optimizer step / the usual project",
         0.55,
         lambda sides: sides.until_first_step(*DDP),
         lambda sides: sides.usual("strategy=ddp", "devices=2", "max_epochs=1", "limit_batches=1").results["first_step"],
     ),
-    2: Row("sweep of single, dp, ddp / three runs of the usual project", 0.40, Sides.sweep, Sides.three_usual_runs),
-    3: Row("epoch of single / hand-written loop", 1.05, Sides.epoch, lambda sides: sides.hand_written(1)),
-    4: Row(
+    "2": Row("sweep of single, dp, ddp / three runs of the usual project", 0.40, Sides.sweep, Sides.three_usual_runs),
+    "3": Row("epoch of single / hand-written loop", 1.05, Sides.epoch, Sides.hand_written),
+    "4": Row(
         "epoch of ddp, 2 processes / hand-written DDP",
         1.05,
         lambda sides: sides.epoch(*DDP),
-        lambda sides: sides.hand_written(2),
+        lambda sides: sides.hand_written("--threads=1", processes=2),
     ),
-    5: Row("loader share of an epoch", 0.02, Sides.loader_share),
-    6: Row(
+    "5": Row("loader share of an epoch", 0.02, Sides.loader_share),
+    "6": Row(
         "the main command, 5 epochs / the usual project",
         0.25,
         lambda sides: sides.ours(*DDP).seconds,
         lambda sides: sides.usual("strategy=ddp", "devices=2").seconds,
     ),
-    7: Row(
+    "7": Row(
         "epoch of dp, 2 replicas / single with 2 threads, cnn_wide",
         0.75,
         lambda sides: sides.epoch(*WIDE, *DP, "launch.threads_per_process=1"),
         lambda sides: sides.epoch(*WIDE, "launch.threads_per_process=2"),
     ),
-    8: Row(
+    "7*": Row(
+        "two loops with half a batch each / single with 2 threads",
+        None,
+        Sides.two_halves,
+        lambda sides: sides.epoch(*WIDE, "launch.threads_per_process=2"),
+    ),
+    "8": Row(
         "epoch of single with 1 thread / ddp, 2 processes, cnn_wide",
         1.8,
         lambda sides: sides.epoch(*WIDE, "launch.threads_per_process=1"),
         lambda sides: sides.epoch(*WIDE, *DDP, "launch.threads_per_process=1"),
         at_most=False,
     ),
-    9: Row(
+    "8*": Row(
+        "single with 1 thread / two loops with half a batch each",
+        None,
+        lambda sides: sides.epoch(*WIDE, "launch.threads_per_process=1"),
+        Sides.two_halves,
+        at_most=False,
+    ),
+    "9": Row(
         "epoch with EpochMonitor / without",
         1.01,
         Sides.clocked_epoch,
         lambda sides: sides.clocked_epoch("~callbacks.epoch_monitor"),
     ),
-    10: Row("neither start-up nor training, share of the main command", 0.10, Sides.closing_share),
+    "10": Row("neither start-up nor training, share of the main command", 0.10, Sides.closing_share),
 }
 
 
@@ -204,13 +228,13 @@ ROWS = {
 class Result:
     """What a row's pairs gave; absolute values are of this run alone."""
 
-    row: int
+    row: str
     what: str
     target: str
     median: float
     smallest: float
     largest: float
-    met: bool
+    met: bool | None
     pairs: list[tuple[float, float]]
 
     @property
@@ -221,11 +245,11 @@ class Result:
         """The table's columns after the number."""
         sides = (median(side) for side in zip(*self.pairs, strict=True))
         absolute = " / ".join(f"{side:.2f}" for side in sides)
-        met = "yes" if self.met else "no"
+        met = {True: "yes", False: "no", None: ""}[self.met]
         return self.what, self.target, f"{self.median:.3f}", self.spread, absolute, met
 
 
-def measure(number: int, pairs: int, sides: Sides) -> Result:
+def measure(number: str, pairs: int, sides: Sides) -> Result:
     row, measured = ROWS[number], []
     for pair in range(pairs):
         if pair % 2:
@@ -235,8 +259,10 @@ def measure(number: int, pairs: int, sides: Sides) -> Result:
         measured.append((first, second))
     ratios = [first / second for first, second in measured]
     middle = median(ratios)
-    met = middle <= row.target if row.at_most else middle >= row.target
-    target = f"{'<=' if row.at_most else '>='} {row.target:.2f}"
+    met, target = None, ""
+    if row.target is not None:
+        met = middle <= row.target if row.at_most else middle >= row.target
+        target = f"{'<=' if row.at_most else '>='} {row.target:.2f}"
     return Result(number, row.what, target, middle, min(ratios), max(ratios), met, measured)
 
 
@@ -256,7 +282,7 @@ def arithmetic_share(epoch_sec: float) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, nargs="+", choices=ROWS, default=list(ROWS))
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
     parser.add_argument("--pairs", type=int, default=7)
     parser.add_argument("--accelerator", choices=("cpu", "gpu"), default="cpu")
     parser.add_argument("--data", type=Path, default=config.PROJECT / "data", help="the folder that holds MNIST/raw")
@@ -275,11 +301,11 @@ def main() -> None:
         result = measure(number, options.pairs, sides)
         results.append(asdict(result))
         console.print(f"{number}: {result.median:.3f} ({result.spread})", highlight=False)
-        table.add_row(str(number), *result.cells())
+        table.add_row(number, *result.cells())
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps({"hardware": hardware, "rows": results}, indent=2) + "\n")
     console.print(table)
-    singles = [first for result in results if result["row"] == 3 for first, _ in result["pairs"]]
+    singles = [first for result in results if result["row"] == "3" for first, _ in result["pairs"]]
     if singles and options.accelerator == "cpu":
         share = arithmetic_share(median(singles))
         console.print(

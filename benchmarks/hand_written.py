@@ -22,7 +22,7 @@ from torchvision.datasets import MNIST
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 CHANNELS = {"cnn": ((8, 16), 128, 0.015), "cnn_wide": ((32, 64), 256, 0.003)}  # conf/model
-BATCH, TRAIN, MEAN, STD = 256, 55_000, 0.1307, 0.3081
+TRAIN, MEAN, STD = 55_000, 0.1307, 0.3081
 
 
 class CNN(nn.Module):
@@ -43,6 +43,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=CHANNELS, default="cnn")
     parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--batch", type=int, default=256, help="images, over all processes")
+    parser.add_argument("--batches", type=int, help="per epoch; all by default")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--data", type=Path, default=DATA, help="the folder that holds MNIST/raw")
     parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu")
@@ -64,7 +66,7 @@ def main() -> None:
     model = CNN(*channels, hidden).to(device, memory_format=torch.channels_last)
     if world_size > 1:
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    num_batches = TRAIN // BATCH
+    num_batches = options.batches or TRAIN // options.batch
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.2, fused=True)
     steps = options.epochs * num_batches
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=lr, total_steps=steps)
@@ -73,7 +75,7 @@ def main() -> None:
     for epoch in range(options.epochs):
         start = time.perf_counter()
         order = torch.randperm(TRAIN, generator=torch.Generator().manual_seed(epoch))[rank::world_size]
-        for batch in order.to(device).split(BATCH // world_size)[:num_batches]:
+        for batch in order.to(device).split(options.batch // world_size)[:num_batches]:
             x = images[batch].float().mul_(1 / (255 * STD)).sub_(MEAN / STD)
             loss = F.cross_entropy(model(x), labels[batch])
             optimizer.zero_grad()

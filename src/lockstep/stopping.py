@@ -4,7 +4,7 @@ import math
 import signal
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
@@ -153,11 +153,11 @@ class FiniteLoss(pl.Callback):
 
     def __init__(self, every_n_batches: int = 50) -> None:
         self.every_n_batches = every_n_batches
-        self._unseen: list[tuple[str, Tensor]] = []
+        self._unseen: list[tuple[Place, Tensor]] = []
 
     @override
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
-        self._unseen.append((where(trainer), loss.detach()))
+        self._unseen.append((Place.of(trainer), loss.detach()))
         if trainer.strategy.root_device.type == "cpu" or len(self._unseen) >= self.every_n_batches:
             self._look()
 
@@ -187,11 +187,22 @@ class FailureNote(pl.Callback):
         if isinstance(exception, MisconfigurationException):  # becomes a ConfigError
             return
         if trainer.state.fn == TrainerFn.FITTING and isinstance(exception, Exception):
-            exception.add_note(where(trainer))
+            exception.add_note(str(Place.of(trainer)))
         record_failure(exception)
 
 
-def where(trainer: pl.Trainer) -> str:
-    """Epoch, batch and global step that training is at, each counted from 0, and the rank."""
-    place = f"in epoch {trainer.current_epoch}, batch {max(trainer.fit_loop.batch_idx, 0)}, step {trainer.global_step}"
-    return f"{place}, on rank {trainer.global_rank}"
+class Place(NamedTuple):
+    """What training is at, each counted from 0; as a text only where it is needed, since every batch has one."""
+
+    epoch: int
+    batch: int
+    step: int
+    rank: int
+
+    @classmethod
+    def of(cls, trainer: pl.Trainer) -> "Place":
+        batch = max(trainer.fit_loop.batch_idx, 0)
+        return cls(trainer.current_epoch, batch, trainer.global_step, trainer.global_rank)
+
+    def __str__(self) -> str:
+        return f"in epoch {self.epoch}, batch {self.batch}, step {self.step}, on rank {self.rank}"

@@ -1,5 +1,6 @@
 """Builds, fits and tests one run. Runs once in every worker process."""
 
+import ctypes
 import json
 import logging
 import os
@@ -27,6 +28,8 @@ from lockstep.stopping import StopTogether
 from lockstep.worker import is_worker
 
 log = logging.getLogger(__name__)
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
 # Third-party warnings that say nothing about this run, each with its reason.
 EXPECTED_WARNINGS = (
@@ -74,8 +77,9 @@ def train(cfg: DictConfig) -> dict[str, float]:
 
 
 def set_up_process(cfg: DictConfig) -> None:
-    """Threads, logging and warnings of this process, whatever ran in it or in its parent before."""
+    """Threads, memory, logging and warnings of this process, whatever ran in it or in its parent before."""
     torch.set_num_threads(num_threads(cfg))
+    keep_freed_memory()
     if accelerator(cfg) == "cpu":
         # Before every step an optimizer asks torch for GPUs, and with Lightning imported torch opens NVML to answer.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -87,6 +91,18 @@ def set_up_process(cfg: DictConfig) -> None:
     logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
     if launch.rank() == 0:
         log_to(Path(cfg.run_dir))
+
+
+def keep_freed_memory() -> None:
+    """Have glibc, where that is the C library, keep what a step frees for the next one (mallopt(3)).
+
+    Left to itself it hands large buffers back to the system, which has to clear them before it gives them out again: up
+    to a fifth of a step. At most 1 GiB is kept.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        for option in (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD):
+            mallopt(option, 2**30)
 
 
 def log_to(run_dir: Path) -> None:
