@@ -6,7 +6,7 @@ ARGS ?=
 MODEL ?= cnn
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train compare test lint format tensorboard clean
+.PHONY: help setup train compare bench test lint format tensorboard clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -18,6 +18,9 @@ train: $(VENV)/.installed ## train MNIST with two processes; options in ARGS="..
 
 compare: $(VENV)/.installed ## single, dp and ddp side by side, three repeats; MODEL=cnn_wide for more arithmetic
 	$(BIN)/python train.py -m +experiment=dp_vs_ddp model=$(MODEL) $(ARGS)
+
+bench: $(VENV)/.installed ## how fast this is, as ratios; half an hour or more; options in ARGS="--rows 1 3"
+	$(BIN)/python benchmarks/bench.py $(ARGS)
 
 test: lint ## ruff and pytest; options for pytest in ARGS="..."
 	$(BIN)/python -m pytest $(ARGS)

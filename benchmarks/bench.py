@@ -8,7 +8,7 @@ other share the work.
 
 Machines drift by a factor of two within minutes. So the two sides of a pair run one directly after the other, in turn
 the one and the other first; what counts is the ratio of each pair, and of those the median, smallest and largest.
-MNIST must lie in data/ already: any run of `python train.py` fetches it.
+MNIST is fetched first if it is not there.
 """
 
 import argparse
@@ -31,6 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lockstep import config, tags, training
+from lockstep.data import fetch
 
 BENCHMARKS = Path(__file__).resolve().parent
 TRAIN = str(config.PROJECT / "train.py")
@@ -289,7 +290,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=config.PROJECT / "outputs" / "bench.json")
     options = parser.parse_args()
 
-    console, results = Console(), []
+    fetch(options.data)
+    console = Console()
     sides = Sides(options.accelerator, options.data.resolve())
     device = "" if options.accelerator == "cpu" else f"{torch.cuda.get_device_name()}, "
     versions = f"torch {torch.__version__}, lightning {pl.__version__}"
@@ -297,17 +299,19 @@ def main() -> None:
     table = Table(
         "#", "what", "target", "median", "min to max", "absolute", "met", title=hardware, title_justify="left"
     )
+    report: dict[str, Any] = {"hardware": hardware, "rows": []}
+    options.json.parent.mkdir(parents=True, exist_ok=True)
     for number in options.rows:
         result = measure(number, options.pairs, sides)
-        results.append(asdict(result))
+        report["rows"].append(asdict(result))
         console.print(f"{number}: {result.median:.3f} ({result.spread})", highlight=False)
         table.add_row(number, *result.cells())
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps({"hardware": hardware, "rows": results}, indent=2) + "\n")
+        options.json.write_text(json.dumps(report, indent=2) + "\n")
     console.print(table)
-    singles = [first for result in results if result["row"] == "3" for first, _ in result["pairs"]]
+    singles = [first for result in report["rows"] if result["row"] == "3" for first, _ in result["pairs"]]
     if singles and options.accelerator == "cpu":
-        share = arithmetic_share(median(singles))
+        share = report["arithmetic"] = arithmetic_share(median(singles))
+        options.json.write_text(json.dumps(report, indent=2) + "\n")
         console.print(
             f"an epoch of single is {share['epoch_gflop']:.0f} GFLOP; at the {share['gemm_gflops']:.0f} GFLOP/s of a"
             f" large matrix product that is {share['share']:.0%} of its time"
