@@ -140,8 +140,7 @@ class Sides:
 
     def loader_share(self) -> float:
         """Of a training epoch: fetching a batch, bringing it to the device, scaling it."""
-        clock = "trainer.profiler={_target_: clock.LoaderClock, folder: '${run_dir}'}"
-        few = (f"trainer.max_epochs={EPOCHS}", *NO_EVALUATION, clock)
+        few = (f"trainer.max_epochs={EPOCHS}", *NO_EVALUATION, "trainer.profiler._target_=clock.LoaderClock")
         return self.ours(*few, results="loader.json").results
 
     def closing_share(self) -> float:

@@ -36,18 +36,13 @@ class FirstStep(pl.Callback):
 
 
 class LoaderClock(Profiler):
-    """Writes which share of the training epochs went into fetching batches and making them ready on the device.
-
-    Args:
-        folder: Where to.
-    """
+    """Writes which share of the training epochs went into fetching batches and making them ready on the device."""
 
     EPOCH = "run_training_epoch"
     LOADER = ("[_TrainingEpochLoop].train_dataloader_next", "[Strategy]SingleDeviceStrategy.batch_to_device")
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.folder = Path(folder)
         self.seconds: Counter[str] = Counter()
 
     def start(self, action_name: str) -> None:
@@ -59,4 +54,4 @@ class LoaderClock(Profiler):
     def describe(self) -> None:
         """Lightning calls this at the end of fit, when no epoch is running, and at the end of test."""
         loader = sum(self.seconds[action] for action in self.LOADER)
-        (self.folder / "loader.json").write_text(json.dumps(loader / self.seconds[self.EPOCH]))
+        Path("loader.json").write_text(json.dumps(loader / self.seconds[self.EPOCH]))

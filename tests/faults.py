@@ -2,7 +2,9 @@
 
 import hashlib
 import json
+import gc
 import os
+import resource
 import signal
 import socket
 import time
@@ -233,10 +235,27 @@ class NotePid(pl.Callback):
         (self.folder / str(os.getpid())).touch()
 
 
-def process(cfg: DictConfig) -> dict[str, int]:
+def process(cfg: DictConfig) -> dict[str, Any]:
     """What a worker is once training has set it up; run in place of training."""
     training.set_up_process(cfg)
-    return {"pid": os.getpid(), "threads": torch.get_num_threads()}
+    return {
+        "pid": os.getpid(),
+        "threads": torch.get_num_threads(),
+        "gpus": os.environ.get("CUDA_VISIBLE_DEVICES"),
+        "collects_garbage": gc.isenabled(),
+        "frozen_objects": gc.get_freeze_count(),
+        "page_faults": _page_faults(steps=20),
+    }
+
+
+def _page_faults(steps: int) -> int:
+    """How often the system had to clear a page for buffers that are freed and made again, after the first step."""
+    for step in range(steps):
+        if step == 1:
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        buffers = [torch.zeros(6_000_000) for _ in range(4)]  # 24 MB each
+        del buffers
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 
 def accelerator(cfg: DictConfig) -> str:

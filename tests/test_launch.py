@@ -41,6 +41,14 @@ def test_workers_are_fresh_and_have_their_share_of_the_cores(run_job: RunJob) ->
     assert run_job("launch.threads_per_process=3", function="faults:process")["threads"] == 3
 
 
+def test_workers_spend_no_time_on_what_is_not_training(run_job: RunJob) -> None:
+    process = run_job(function="faults:process")
+    assert process["gpus"] == ""  # trainer.accelerator=cpu: the optimizer does not look for GPUs in every step
+    assert process["collects_garbage"]
+    assert process["frozen_objects"] > 100_000  # what the fork server has imported
+    assert process["page_faults"] < 4 * 6_000_000 * 4 // 4096  # fewer than one step's buffers have pages
+
+
 def test_spawned_workers_train_too(run_job: RunJob) -> None:
     metrics = run_job("launch.start_method=spawn", "trainer.limit_train_batches=2")
     assert 0 <= metrics[tags.TEST_ACC] <= 1
