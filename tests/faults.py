@@ -1,8 +1,8 @@
 """What goes wrong on purpose in the tests' workers, and models that only the tests use."""
 
+import gc
 import hashlib
 import json
-import gc
 import os
 import resource
 import signal

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 
-from lockstep import config
+from lockstep import config, tags
 from lockstep.model import CNN
 
 BENCHMARKS = config.PROJECT / "benchmarks"
@@ -85,7 +86,8 @@ def test_every_command_is_one_that_its_program_takes(bench: ModuleType, monkeypa
     sides = bench.Sides("cpu", Path("data"))
     for row in bench.ROWS.values():
         row.numerator(sides)
-        row.denominator(sides)
+        if row.denominator is not None:
+            row.denominator(sides)
     kinds: dict[str, list[list[str]]] = defaultdict(list)
     for command in commands:
         (script,) = (argument for argument in command if argument.endswith(".py"))
@@ -103,3 +105,56 @@ def test_every_command_is_one_that_its_program_takes(bench: ModuleType, monkeypa
             [sys.executable, BENCHMARKS / "hand_written.py", *arguments, "--help"], capture_output=True, check=False
         )
         assert options.returncode == 0
+
+
+def test_a_ratio_is_the_median_of_pairs_that_take_turns(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+
+    def side(name: str, *seconds: float) -> Callable[[Any], float]:
+        left = iter(seconds)
+
+        def measure(sides: Any) -> float:
+            order.append(name)
+            return next(left)
+
+        return measure
+
+    def row(**options: Any) -> Any:
+        return bench.Row("a / b", 1.5, side("a", 2, 9, 4), side("b", 1, 3, 4), **options)
+
+    monkeypatch.setitem(bench.ROWS, "1", row())
+    result = bench.measure("1", 3, None)
+    assert order == ["a", "b", "b", "a", "a", "b"]
+    assert (result.median, result.smallest, result.largest, result.met) == (2, 1, 3, False)
+    assert result.cells() == ("a / b", "<= 1.50", "2.000", "1.000 to 3.000", "4.00 s / 3.00 s", "no")
+    monkeypatch.setitem(bench.ROWS, "1", row(at_most=False))
+    assert bench.measure("1", 3, None).met
+    monkeypatch.setitem(bench.ROWS, "1", bench.Row("a", 0.02, side("a", 0.01)))
+    assert bench.measure("1", 1, None).cells() == ("a", "<= 0.02", "0.010", "0.010 to 0.010", "", "yes")
+
+
+def test_an_epochs_arithmetic_is_the_nets(bench: ModuleType) -> None:
+    """Per image: two convolutions and two linear layers, forward and backward; the images need no gradient."""
+    first, rest = 28 * 28 * 8 * 25, 10 * 10 * 16 * 8 * 25 + 400 * 128 + 128 * 10
+    share = bench.arithmetic_share(epoch_sec=2.0)
+    assert share["epoch_gflop"] == pytest.approx(214 * 256 * 2 * (2 * first + 3 * rest) / 1e9)
+    assert share["share"] == pytest.approx(share["epoch_gflop"] / share["gemm_gflops"] / 2.0)
+
+
+@pytest.mark.slow
+def test_the_clocks_of_the_benchmarks(tmp_path: Path) -> None:
+    train = [sys.executable, str(config.PROJECT / "train.py"), "data=mnist_sample", "trainer.accelerator=cpu"]
+    clocks = ["+callbacks.clock._target_=clock.Clock", "+callbacks.first._target_=clock.FirstStep"]
+    few = ["trainer.max_epochs=3", "hydra.run.dir=.", "trainer.profiler._target_=clock.LoaderClock"]
+    started = time.time()
+    environ = os.environ | {"PYTHONPATH": str(BENCHMARKS), "BENCH_STARTED_AT": str(started)}
+    result = subprocess.run([*train, *clocks, *few], cwd=tmp_path, env=environ, capture_output=True, text=True)
+    took = time.time() - started
+    assert result.returncode == 0, result.stderr
+    epochs, first, loader, metrics = (
+        json.loads((tmp_path / f"{name}.json").read_text()) for name in ("clock", "first", "loader", "metrics")
+    )
+    assert len(epochs) == 3
+    assert min(epochs) > 0
+    assert metrics[tags.STARTUP_SEC] - 1 < first < took - sum(epochs[1:])
+    assert 0 < loader < 0.5
