@@ -39,7 +39,7 @@ class CNN(nn.Module):
         return self.linear2(F.relu(self.linear1(x.flatten(1))))
 
 
-def main() -> None:
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=CHANNELS, default="cnn")
     parser.add_argument("--epochs", type=int, default=2)
@@ -49,8 +49,11 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=DATA, help="the folder that holds MNIST/raw")
     parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu")
     parser.add_argument("--json", type=Path, default=Path("/dev/stdout"))
-    options = parser.parse_args()
+    return parser.parse_args(arguments)
 
+
+def main() -> None:
+    options = parse()
     torch.set_num_threads(options.threads)
     world_size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     device = torch.device("cpu" if options.device == "cpu" else f"cuda:{os.environ.get('LOCAL_RANK', 0)}")
