@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -46,7 +46,7 @@ FEW = 60  # batches of cnn_wide, twelve times the arithmetic, in an epoch
 WIDE = ("model=cnn_wide", f"trainer.limit_train_batches={FEW}")
 
 # The loop at its best. glibc may or may not hand each step's buffers back to the system, as chance has it, and fetching
-# them again takes up to half of an epoch. Our workers have loaded so much before that it keeps them.
+# them again takes up to half of an epoch. Our workers tell it to keep them (`training.keep_freed_memory`).
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**30)}
 
 
@@ -60,7 +60,7 @@ class Run:
     """
 
     seconds: float
-    results: Any = field(default_factory=dict)
+    results: Any
 
 
 def run(command: list[str], results: str | None = None) -> Run:
@@ -78,7 +78,7 @@ def run(command: list[str], results: str | None = None) -> Run:
         seconds = time.perf_counter() - start
         if done.returncode:
             sys.exit(f"{' '.join(arguments)} ended with exit code {done.returncode}:\n{done.stderr}")
-        return Run(seconds, json.loads(Path(folder, results).read_text()) if results else {})
+        return Run(seconds, json.loads(Path(folder, results).read_text()) if results else None)
 
 
 @dataclass(frozen=True)

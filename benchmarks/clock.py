@@ -1,4 +1,7 @@
-"""Stopwatches for `bench.py`: of an epoch, with whatever callbacks are on, and of the loader within it."""
+"""Stopwatches for `bench.py`: of an epoch, with whatever callbacks are on, and of the loader within it.
+
+They write into the working directory, which `bench.py` makes anew for each run.
+"""
 
 import json
 import os
@@ -12,7 +15,7 @@ from lightning.pytorch.profilers import Profiler
 
 
 class Clock(pl.Callback):
-    """Writes each epoch's seconds, from its first batch to its last, into the run's folder."""
+    """Writes each epoch's seconds, from its first batch to its last."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -23,7 +26,7 @@ class Clock(pl.Callback):
     def on_train_epoch_end(self, trainer: pl.Trainer, *args: Any) -> None:
         self.seconds.append(time.perf_counter() - self.start)
         if trainer.is_global_zero:
-            Path(trainer.default_root_dir, "clock.json").write_text(json.dumps(self.seconds))
+            Path("clock.json").write_text(json.dumps(self.seconds))
 
 
 class FirstStep(pl.Callback):
@@ -32,7 +35,7 @@ class FirstStep(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
         if trainer.is_global_zero and trainer.global_step == 1:
             seconds = time.time() - float(os.environ["BENCH_STARTED_AT"])
-            Path(trainer.default_root_dir, "first.json").write_text(json.dumps(seconds))
+            Path("first.json").write_text(json.dumps(seconds))
 
 
 class LoaderClock(Profiler):
