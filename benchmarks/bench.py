@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.utils.flop_counter import FlopCounterMode
 
-from lockstep import config, tags, training
+from lockstep import config, host, tags
 from lockstep.data import fetch
 from lockstep.model import CNN
 
@@ -46,7 +46,7 @@ FEW = 60  # batches of cnn_wide, twelve times the arithmetic, in an epoch
 WIDE = ("model=cnn_wide", f"trainer.limit_train_batches={FEW}")
 
 # The loop at its best. glibc may or may not hand each step's buffers back to the system, as chance has it, and fetching
-# them again takes up to half of an epoch. Our workers tell it to keep them (`training.keep_freed_memory`).
+# them again takes up to half of an epoch. Our workers tell it to keep them (`host.keep_freed_memory`).
 KEEP_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**30)}
 
 
@@ -299,7 +299,7 @@ def main() -> None:
     sides = Sides(options.accelerator, options.data.resolve())
     device = "" if options.accelerator == "cpu" else f"{torch.cuda.get_device_name()}, "
     versions = f"torch {torch.__version__}, lightning {pl.__version__}"
-    hardware = f"{device}{training.num_cores()} cores of {training.cpu_name()}, {versions}"
+    hardware = f"{device}{host.hardware()}, {versions}"
     table = Table(
         "#", "what", "target", "median", "min to max", "absolute", "met", title=hardware, title_justify="left"
     )

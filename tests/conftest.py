@@ -14,8 +14,12 @@ import pytest
 import torch.distributed
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
+from processes import processes_in
 
-from lockstep import config, launch, signals
+from lockstep import config
+from lockstep.launch import STOP_SIGNALS
+from lockstep.launch.command import run as run_in_workers
+from lockstep.launch.command import start_forkserver
 
 # What makes a run small, quiet and offline.
 SMALL = (
@@ -35,7 +39,7 @@ def _warm_forkserver() -> None:
     path = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = path
-    launch.start_forkserver()
+    start_forkserver("lockstep.preload")
     if before is None:
         del os.environ["PYTHONPATH"]
     else:
@@ -43,18 +47,20 @@ def _warm_forkserver() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_left_behind() -> Iterator[None]:
+def _nothing_left_behind(tmp_path: Path) -> Iterator[None]:
     """No environment variable, process, thread of a replica, process group or signal handler outlives its test."""
     environ = dict(os.environ)
-    handlers = {number: signal.getsignal(number) for number in signals.STOP_SIGNALS}
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     yield
+    for pid in processes_in(tmp_path):  # of a test that failed: a command is waited for by its test
+        os.kill(pid, signal.SIGKILL)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     leaked = {name for name in os.environ.keys() | environ.keys() if os.environ.get(name) != environ.get(name)}
     os.environ.clear()
     os.environ.update(environ)
     assert not leaked - ALLOWED_VARIABLES, f"environment variables changed: {leaked}"
-    assert {number: signal.getsignal(number) for number in signals.STOP_SIGNALS} == handlers
+    assert {number: signal.getsignal(number) for number in STOP_SIGNALS} == handlers
     assert not multiprocessing.active_children()
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("replica")]
 
@@ -81,7 +87,7 @@ def run_job(make_config: Callable[..., DictConfig]) -> Callable[..., dict[str, f
     def run(*overrides: str, run: str = "run", function: str = "lockstep.training:train") -> Any:
         cfg = make_config(*overrides, run=run)
         config.check(cfg)
-        return launch.run(function, cfg)
+        return run_in_workers(function, cfg)
 
     return run
 

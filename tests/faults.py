@@ -9,6 +9,7 @@ import signal
 import socket
 import time
 from contextlib import suppress
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,21 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
-from lockstep import data, launch, rendezvous, tags, training
+from lockstep import host, tags, training
 from lockstep.callbacks import EpochMonitor
-from lockstep.checkpoints import DurableCheckpointIO
-from lockstep.data import Images, MNISTSampleDataModule
+from lockstep.data import Images, MNISTSampleDataModule, mnist
+from lockstep.launch import restart_count
+from lockstep.launch.store import JobStore
+from lockstep.launch.worker import Worker
 from lockstep.model import LitClassifier
+from lockstep.plugins import DurableCheckpointIO
+
+
+def note_that_it_strikes(trainer: pl.Trainer) -> None:
+    """Leave a file whose time is the fault's."""
+    folder = Path(trainer.default_root_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "struck").touch()
 
 
 class FailAt(pl.Callback):
@@ -39,8 +50,9 @@ class FailAt(pl.Callback):
         self.rank, self.step, self.how = rank, step, how
 
     def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
-        if (trainer.global_rank, trainer.global_step, launch.restart_count()) != (self.rank, self.step, 0):
+        if (trainer.global_rank, trainer.global_step, restart_count()) != (self.rank, self.step, 0):
             return
+        note_that_it_strikes(trainer)
         if self.how in self.SIGNALS:
             os.kill(os.getpid(), self.SIGNALS[self.how])
         elif self.how == "stop":
@@ -62,7 +74,8 @@ class KillIn(pl.Callback):
         setattr(self, hook, self._kill)
 
     def _kill(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
-        if trainer.global_rank == self.rank and launch.restart_count() == 0:
+        if trainer.global_rank == self.rank and restart_count() == 0:
+            note_that_it_strikes(trainer)
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -74,7 +87,7 @@ class KilledWhileSaving(DurableCheckpointIO):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         self.left -= 1
-        if self.left == 0 and launch.restart_count() == 0:
+        if self.left == 0 and restart_count() == 0:
             torch.save = self._save_half
         super().save_checkpoint(checkpoint, path, storage_options)
 
@@ -116,6 +129,15 @@ class BrokenData(MNISTSampleDataModule):
     def setup(self, stage: str) -> None:
         super().setup(stage)
         self.train_set = BrokenImages(*self.train_set[:])
+
+
+class NotedData(MNISTSampleDataModule):
+    """The sample; notes in which attempts of the job it was set up."""
+
+    def setup(self, stage: str) -> None:
+        with Path(self.trainer.default_root_dir, "attempts").open("a") as file:
+            file.write(str(restart_count()))
+        super().setup(stage)
 
 
 class SlowDownload(MNISTSampleDataModule):
@@ -184,7 +206,7 @@ class DropoutNet(nn.Module):
         return self.layers(images)
 
 
-def environment(cfg: DictConfig) -> dict[str, str]:
+def environment(cfg: DictConfig, worker: Worker) -> dict[str, str]:
     """What a worker sees of the launcher; run in place of training."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
     return {name: os.environ[name] for name in names}
@@ -235,9 +257,9 @@ class NotePid(pl.Callback):
         (self.folder / str(os.getpid())).touch()
 
 
-def process(cfg: DictConfig) -> dict[str, Any]:
+def process(cfg: DictConfig, worker: Worker) -> dict[str, Any]:
     """What a worker is once training has set it up; run in place of training."""
-    training.set_up_process(cfg)
+    training.set_up_process(cfg, worker)
     return {
         "pid": os.getpid(),
         "threads": torch.get_num_threads(),
@@ -258,25 +280,25 @@ def _page_faults(steps: int) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 
-def accelerator(cfg: DictConfig) -> str:
+def accelerator(cfg: DictConfig, worker: Worker) -> str:
     """The accelerator that training would choose; run in place of training."""
-    return training.accelerator(cfg)
+    return host.accelerator(cfg)
 
 
-def rank_one_first(cfg: DictConfig) -> None:
+def rank_one_first(cfg: DictConfig, worker: Worker) -> None:
     """Rank 1 is done; then rank 0 fails. Run in place of training."""
     if os.environ["RANK"] == "0":
         time.sleep(1)
         raise OSError("broken on purpose")
 
 
-def note_attempt_and_fail(cfg: DictConfig) -> None:
+def note_attempt_and_fail(cfg: DictConfig, worker: Worker) -> None:
     """Fails in every attempt. Run in place of training."""
     folder = Path(cfg.run_dir)
     folder.mkdir(exist_ok=True)
     with (folder / "attempts").open("a") as file:
-        file.write(str(launch.restart_count()))
-    raise OSError(f"broken on purpose, attempt {launch.restart_count()}")
+        file.write(str(restart_count()))
+    raise OSError(f"broken on purpose, attempt {restart_count()}")
 
 
 class AskToStop(pl.Callback):
@@ -291,28 +313,27 @@ class AskToStop(pl.Callback):
             trainer.should_stop = True
 
 
-def fetch_in_a_race(cfg: DictConfig) -> str:
+def fetch_in_a_race(cfg: DictConfig, worker: Worker) -> str:
     """One process of the node fetches small files from a slow source. Run in place of training."""
-    content = {name: f"content of {name}".encode() for name in data.RAW_FILES}
-    data.RAW_FILES = {name: (len(text), hashlib.sha256(text).hexdigest()) for name, text in content.items()}
+    content = {name: f"content of {name}".encode() for name in mnist.RAW_FILES}
+    mnist.RAW_FILES = {name: (len(text), hashlib.sha256(text).hexdigest()) for name, text in content.items()}
 
     def slow(folder: Path) -> None:
         for name, text in content.items():
             time.sleep(0.2)
             (folder / name).write_bytes(text)
 
-    data.SOURCES = {"slow": slow}
+    mnist.SOURCES = {"slow": slow}
     sources: list[str] = []
-    rendezvous.connect(60)
-    rendezvous.once_per_node(lambda: sources.append(data.fetch(Path(cfg.race.root))))
+    JobStore.connect(60).once_per_node(lambda: sources.append(mnist.fetch(Path(cfg.race.root))))
     assert bool(sources) == (os.environ["LOCAL_RANK"] == "0")
-    assert not data._broken_files(Path(cfg.race.root) / "MNIST" / "raw")  # in every rank, once it may go on
+    assert not mnist._broken_files(Path(cfg.race.root) / "MNIST" / "raw")  # in every rank, once it may go on
     return "".join(sources)
 
 
-def listeners(cfg: DictConfig) -> list[str]:
+def listeners(cfg: DictConfig, worker: Worker) -> list[str]:
     """The addresses that rank 0 and the launcher listen on once the process group is made. Run in place of training."""
-    rendezvous.connect(60)
+    JobStore.connect(60)
     torch.distributed.init_process_group("gloo")
     torch.distributed.barrier()
     sockets = set()
@@ -332,20 +353,16 @@ def listeners(cfg: DictConfig) -> list[str]:
     return found
 
 
-def kill_a_rank_that_is_done(cfg: DictConfig) -> None:
-    """Rank 1 returns; a little later it is killed, and rank 0 returns. Run in place of training."""
-    if os.environ["RANK"] == "0":
-        done = Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parents[1] / "1" / "done.json"
-        while not done.exists():
-            time.sleep(0.05)
-        time.sleep(0.5)  # it waits for the launcher by now
-        os.kill(json.loads(done.read_text())["pid"], signal.SIGKILL)
-        time.sleep(0.3)
+def die_after_the_work(cfg: DictConfig, worker: Worker) -> int:
+    """Rank 1 returns, and is killed before its process has ended. Run in place of training."""
+    if worker.rank == 1:
+        Finalize(None, lambda: os.kill(os.getpid(), signal.SIGKILL), exitpriority=0)
+    return worker.rank
 
 
-def fail_in_the_first_attempt(cfg: DictConfig) -> int:
+def fail_in_the_first_attempt(cfg: DictConfig, worker: Worker) -> int:
     """Rank 0 fails while the others are busy. Run in place of training."""
-    if launch.restart_count() == 0:
+    if restart_count() == 0:
         time.sleep(0.3 if os.environ["RANK"] == "0" else 20)
         raise OSError("broken on purpose")
-    return launch.restart_count()
+    return restart_count()

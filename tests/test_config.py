@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from packaging.requirements import Requirement
 
 from lockstep import config
-from lockstep.config import ConfigError
+from lockstep.errors import ConfigError
 from lockstep.strategies import DataParallelStrategy
 
 MakeConfig = Callable[..., DictConfig]
@@ -81,13 +81,12 @@ def test_every_combination_composes(make_config: MakeConfig, data: str, model: s
         (["strategy=ddp", "trainer.num_nodes=2"], ["launch.rdzv_endpoint=null", "HOST:PORT"]),
         (["launch.nproc_per_node=2"], ["launch.nproc_per_node=2", "allowed: 1"]),
         (["ckpt_path=/nonexistent/last.ckpt"], ["ckpt_path=/nonexistent/last.ckpt", "does not exist"]),
-        ([f"ckpt_path={__file__}"], [f"ckpt_path={__file__}", "not a checkpoint"]),
     ],
 )
 def test_refusals_name_the_key_the_value_and_what_is_allowed(
     make_config: MakeConfig, overrides: list[str], expected: list[str]
 ) -> None:
-    with pytest.raises(config.ConfigError) as refusal:
+    with pytest.raises(ConfigError) as refusal:
         config.check(make_config(*overrides))
     message = str(refusal.value)
     assert "\n" not in message

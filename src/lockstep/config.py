@@ -1,42 +1,53 @@
-"""What a config must satisfy before anything expensive starts.
+"""Check a config before anything expensive starts.
 
 Imports neither torch nor Lightning, so that a mistake is answered at once.
 """
 
-import zipfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from lockstep import tags
+from lockstep.errors import ConfigError
 
 PROJECT = Path(__file__).resolve().parents[2]
 
-
-class ConfigError(ValueError):
-    """A mistake of the user's: names the key as typed, the value found and what is allowed."""
+# The smallest value allowed for each key that must be a whole number.
+MINIMA = {
+    "trainer.devices": 1,
+    "trainer.num_nodes": 1,
+    "data.batch_size": 1,
+    "data.eval_batch_size": 1,
+    "launch.timeout_sec": 1,
+    "strategy.devices": 1,
+    "strategy.processes": 1,
+    "launch.max_restarts": 0,
+    "data.num_workers": 0,
+}
 
 
 def _project(path: str) -> str:
     return str(PROJECT / path)
 
 
-# `${project:outputs}`: a folder of this project, from whatever working directory the command was typed in.
+# `${project:outputs}` is a folder of this project, whatever the working directory of the command.
 OmegaConf.register_new_resolver("project", _project, replace=True)
 
 
 def world_size(cfg: DictConfig) -> int:
-    """Worker processes over all nodes."""
+    """Return the number of worker processes over all nodes."""
     return cfg.launch.nproc_per_node * cfg.trainer.num_nodes
 
 
 def replicas(cfg: DictConfig) -> int:
-    """Model replicas, each with a device of its own, in one process."""
+    """Return the number of model replicas in one process, each with a device of its own."""
     return cfg.strategy.devices // cfg.strategy.processes
 
 
 def per_process_batch_size(key: str, batch_size: int, world_size: int) -> int:
-    """The share of a global batch that one process takes, in samples.
+    """Return the share of a global batch that one process takes, in samples.
 
     Args:
         key: The config key of `batch_size`, for the message.
@@ -54,41 +65,40 @@ def per_process_batch_size(key: str, batch_size: int, world_size: int) -> int:
     return batch_size // world_size
 
 
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested keys as they are typed on the command line: `{"a": {"b": 1}}` -> `{"a.b": 1}`."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat
+
+
 def check(cfg: DictConfig, meets_by_itself: bool = True) -> None:
     """Refuse a composed config that cannot run.
 
     Args:
-        cfg: The composed config.
-        meets_by_itself: Whether this command starts its workers, which must then find those of other nodes.
+        meets_by_itself: True if this command starts its workers, which then must find those of other nodes.
 
     Raises:
         ConfigError: On the first key that is wrong.
     """
-    for key in (
-        "trainer.devices",
-        "trainer.num_nodes",
-        "data.batch_size",
-        "data.eval_batch_size",
-        "launch.timeout_sec",
-        "strategy.devices",
-        "strategy.processes",
-    ):
-        _check_count(cfg, key, minimum=1)
-    for key in ("launch.max_restarts", "data.num_workers"):
-        _check_count(cfg, key, minimum=0)
+    for key, minimum in MINIMA.items():
+        _check_count(cfg, key, minimum)
     for key in ("launch.threads_per_process", "data.val_size"):
         if OmegaConf.select(cfg, key) is not None:
             _check_count(cfg, key, minimum=1)
-    _check_count(cfg, "seed", minimum=0, maximum=2**32 - 1)  # what NumPy can be seeded with
+    _check_count(cfg, "seed", minimum=0, maximum=2**32 - 1)  # NumPy takes no other seeds
     _check_sizes(cfg, meets_by_itself)
-    _check_checkpoint(cfg.ckpt_path)
+    if cfg.ckpt_path is not None and not Path(cfg.ckpt_path).is_file():  # what is inside, the workers check
+        allowed = "a file such as RUN_FOLDER/checkpoints/last.ckpt"
+        raise ConfigError(f"ckpt_path={cfg.ckpt_path} does not exist; allowed: {allowed}")
     _check_choice(cfg, "launch.start_method", ("forkserver", "spawn"))
     _check_choice(cfg, "optimized_metric", tags.FINAL)
 
 
 def _check_count(cfg: DictConfig, key: str, minimum: int, maximum: int | None = None) -> None:
     value = OmegaConf.select(cfg, key)
-    # bool is an int in Python, and nobody means `devices=true` as 1
+    # bool is an int in Python, but nobody means `devices=true` as 1.
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
         raise ConfigError(f"{key}={value}; allowed: a whole number >= {minimum}")
     if maximum is not None and value > maximum:
@@ -126,11 +136,3 @@ def _check_sizes(cfg: DictConfig, meets_by_itself: bool) -> None:
     per_process_batch_size("data.batch_size", cfg.data.batch_size, world_size(cfg))
 
 
-def _check_checkpoint(path: str | None) -> None:
-    if path is None:
-        return
-    if not Path(path).is_file():
-        raise ConfigError(f"ckpt_path={path} does not exist; allowed: a file such as RUN_FOLDER/checkpoints/last.ckpt")
-    # torch.save writes zip archives; what is inside is looked at where torch is at hand
-    if not zipfile.is_zipfile(path):
-        raise ConfigError(f"ckpt_path={path} is not a checkpoint; allowed: a file written by a run, such as last.ckpt")

@@ -1,17 +1,18 @@
-"""Files that are either there in full or not at all, and their names as a person types them."""
+"""Files that are there in full or not at all, and paths as a person types them."""
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a file for writing that appears under its name only once its content is on the disk.
+def atomic_write(path: Path) -> Iterator[BinaryIO]:
+    """Open a file for writing that gets its name only once its content is on the disk.
 
-    Whoever is killed in between, or finds the disk full, leaves the file that was there before.
+    If the process is killed or the disk is full before that, the previous file stays.
 
     Args:
         path: The final name; its folder exists.
@@ -33,7 +34,13 @@ def whole_file(path: Path) -> Iterator[BinaryIO]:
         os.close(folder)
 
 
-def shortest(path: Path) -> str:
-    """As short as it can be typed from where the command was typed."""
+def write_json(path: Path, content: Any) -> None:
+    """Write `content` as indented JSON, atomically."""
+    with atomic_write(path) as file:
+        file.write(f"{json.dumps(content, indent=2)}\n".encode())
+
+
+def shortest_path(path: Path) -> str:
+    """Return the shortest way to type a path from the working directory."""
     path, here = path.resolve(), Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)

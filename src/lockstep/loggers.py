@@ -5,16 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-from lightning.fabric.loggers.logger import rank_zero_experiment
-from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.loggers.logger import rank_zero_experiment
+from lightning.pytorch.utilities import rank_zero_only
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 from typing_extensions import override
 
 from lockstep import tags
 
-# The charts of TensorBoard's Custom Scalars page; tags are regular expressions, one line per run and tag.
+# The charts of TensorBoard's Custom Scalars page. Tags are regular expressions; each run and tag is one line.
 LAYOUT = {
     "strategies": {
         "loss by strategy": ["Multiline", [f"^{tags.TRAIN_LOSS}$"]],
@@ -28,21 +28,19 @@ LAYOUT = {
 
 
 class RunLogger(TensorBoardLogger):
-    """A TensorBoardLogger whose run outlives `fit`.
+    """A TensorBoardLogger whose event file stays open until `close`.
 
-    Lightning finalizes its loggers at the end of `fit` and again after `test`; the writer that it closes in between
-    would come back with a second event file. This one stays open until `close`.
-
-    Args: as for `lightning.pytorch.loggers.TensorBoardLogger`.
+    Lightning finalizes its loggers at the end of `fit` and again after `test`. TensorBoardLogger closes its writer
+    each time, and logging after that starts a second event file. Arguments are those of TensorBoardLogger.
     """
 
-    _earlier: set[str] | None = None  # the event files that were there when this one was begun
+    _earlier: set[str] | None = None  # event files older than this writer's own; None: the writer is not open yet
 
     @property
     @override
     @rank_zero_experiment
     def experiment(self) -> SummaryWriter:
-        if self._experiment is None:
+        if self._earlier is None:
             self._earlier = {path.name for path in self._event_files()}
             super().experiment.add_custom_scalars(LAYOUT)
         return super().experiment
@@ -55,30 +53,22 @@ class RunLogger(TensorBoardLogger):
     @override
     @rank_zero_only
     def save(self) -> None:
-        if self._experiment is not None:
+        if self._earlier is not None:
             self.experiment.flush()
 
     @rank_zero_only
     def lengths(self, before: float = float("inf")) -> dict[str, int]:
-        """How long this run's event files are, by name, bytes: what is logged from now on comes after that.
-
-        Args:
-            before: Leave out files that were written to since then, unix time in seconds.
-        """
+        """Return the lengths of the event files last written before a unix time in seconds, in bytes by file name."""
         self.save()
         stats = {path.name: path.stat() for path in self._event_files()}
         return {name: stat.st_size for name, stat in stats.items() if stat.st_mtime < before}
 
     @rank_zero_only
     def rewind(self, lengths: dict[str, int]) -> None:
-        """Take back what was logged after `lengths` was asked: what comes next will be logged again.
-
-        Args:
-            lengths: Bytes by file name; a file that is not in it is removed.
-        """
+        """Cut the event files of earlier attempts back to `lengths`; remove those that it does not name."""
         for path in self._event_files():
             if self._earlier is not None and path.name not in self._earlier:
-                continue  # this attempt's own, just begun
+                continue  # this attempt's own
             if path.name in lengths:
                 os.truncate(path, lengths[path.name])
             else:
@@ -89,42 +79,17 @@ class RunLogger(TensorBoardLogger):
 
     @rank_zero_only
     def close(self, params: dict[str, Any], metrics: dict[str, float]) -> None:
-        """Write the run's row of the HParams page and end the event file.
+        """Write the run's row of the HParams page and close the event file.
 
-        Args:
-            params: The columns that tell runs apart.
-            metrics: The columns that are compared. The page reads their values from the scalars of the same name.
+        The columns are `params`, which tell runs apart, and `metrics`, which are compared.
         """
-        writer = self.experiment._get_file_writer()
+        # `SummaryWriter.add_hparams` would start a second event file. TensorBoard reads the values of the metrics from
+        # the scalars of the same name.
         for summary in hparams(params, metrics):
-            writer.add_summary(summary)
+            self.experiment.file_writer.add_summary(summary)
         self.experiment.close()
 
 
-class RewindEvents(pl.Callback):
-    """Lets a run that goes on in its own folder from a checkpoint take back what it had logged after that checkpoint.
-
-    So the curves of a restarted run have every step once. A run resumed into another folder leaves the old one alone.
-    """
-
-    @override
-    def on_save_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        checkpoint["event_files"] = {logger.log_dir: logger.lengths() for logger in run_loggers(trainer)}
-
-    @override
-    def on_load_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        if trainer.state.fn != "fit":  # the best checkpoint is loaded for the test, which comes after all epochs
-            return
-        for logger in run_loggers(trainer):
-            lengths = checkpoint.get("event_files", {}).get(logger.log_dir)
-            if lengths is not None:
-                logger.rewind(lengths)
-
-
 def run_loggers(trainer: pl.Trainer) -> list[RunLogger]:
-    """Those of a Trainer's loggers whose files this project looks after."""
+    """Return those of a Trainer's loggers whose event files this project manages."""
     return [logger for logger in trainer.loggers if isinstance(logger, RunLogger)]

@@ -16,11 +16,11 @@ Batch = tuple[Tensor, Tensor]
 
 
 class CNN(nn.Module):
-    """Two 5x5 convolutions, each followed by max-pooling and ReLU, and two linear layers: LeNet-5 with ReLU.
+    """LeNet-5 with ReLU: two 5x5 convolutions, each followed by max-pooling and ReLU, and two linear layers.
 
-    There is no normalisation and no dropout. Without batch statistics and random masks the result of a step depends on
-    the whole batch alone, not on how it is shared out: that is what lets the strategies' losses be compared to the last
-    digit. After LeCun et al., "Gradient-based learning applied to document recognition", 1998.
+    There is no normalisation and no dropout. Without batch statistics and random masks, a step's result depends on the
+    whole batch and not on how it is split, so the strategies' losses can be compared to the last digit. After LeCun et
+    al., "Gradient-based learning applied to document recognition", 1998.
 
     Args:
         channels: Output channels of the first and the second convolution.
@@ -34,12 +34,12 @@ class CNN(nn.Module):
         self.conv2 = nn.Conv2d(first, second, 5)
         self.linear1 = nn.Linear(second * 5 * 5, hidden)
         self.linear2 = nn.Linear(hidden, 10)
-        # On the CPU the max-pooling of a channels-last image takes a sixth of the time, a whole step two thirds.
+        # On the CPU, channels-last cuts the time of max-pooling to a sixth and that of a whole step to two thirds.
         self.to(memory_format=torch.channels_last)
 
     def forward(self, images: Tensor) -> Tensor:
         """(B, 1, 28, 28) -> (B, 10) logits."""
-        # pooling first: ReLU commutes with it and then has a quarter of the work
+        # ReLU commutes with max-pooling, and after it has a quarter of the work.
         x = F.relu(F.max_pool2d(self.conv1(images), 2))  # (B, first, 14, 14)
         x = F.relu(F.max_pool2d(self.conv2(x), 2))  # (B, second, 5, 5)
         x = F.relu(self.linear1(x.flatten(1)))  # (B, hidden)
@@ -47,14 +47,14 @@ class CNN(nn.Module):
 
 
 class ResidualMLP(nn.Module):
-    """Many linear layers of one width, each added to its input: as much or as little arithmetic per layer as wanted.
+    """Many linear layers of one width, each added to its input: `width` sets the arithmetic per layer.
 
-    With narrow layers a step is mostly Python and dispatch, which the interpreter lock serialises among threads; with
-    wide ones it is mostly matrix products, during which the lock is free.
+    With narrow layers, a step is mostly Python and dispatch, which the interpreter lock serialises among threads. With
+    wide ones, it is mostly matrix products, during which the lock is free.
 
     Args:
-        depth: Residual layers.
-        width: Their width.
+        depth: Number of residual layers.
+        width: Width of each.
     """
 
     def __init__(self, depth: int = 50, width: int = 8) -> None:
@@ -74,21 +74,18 @@ class ResidualMLP(nn.Module):
 class LitClassifier(pl.LightningModule):
     """Trains a network with cross-entropy.
 
-    Every step calls `self(images)`, which is what a data-parallel strategy shares out. Evaluation returns one value per
-    sample; `EpochMonitor` adds them up over batches and ranks.
+    Every step calls `self(images)`, the call that a data-parallel strategy splits among its replicas. Evaluation
+    returns one value per sample; `EpochMonitor` sums them over batches and ranks.
 
     Args:
         net: (B, 1, 28, 28) images -> (B, classes) logits.
-        optimizer: Called with the parameters.
-        scheduler: Called with the optimizer and `total_steps`, the run's optimizer steps; stepped after each of them.
-            None: a constant learning rate.
+        optimizer: Called with the parameters; returns the optimizer.
+        scheduler: Called with the optimizer and `total_steps`, the optimizer steps of the whole run; stepped after each
+            of them. None means a constant learning rate.
     """
 
     def __init__(
-        self,
-        net: nn.Module,
-        optimizer: Callable[..., Optimizer],
-        scheduler: Callable[..., LRScheduler] | None = None,
+        self, net: nn.Module, optimizer: Callable[..., Optimizer], scheduler: Callable[..., LRScheduler] | None = None
     ) -> None:
         super().__init__()
         self.net = net
@@ -103,7 +100,7 @@ class LitClassifier(pl.LightningModule):
         return F.cross_entropy(self(images), labels)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
-        """Per sample, (B,) each: the loss, and 1 where the class is right."""
+        """Return for each sample, (B,), its loss and whether its class is right."""
         images, labels = batch
         logits = self(images)
         return {"loss": F.cross_entropy(logits, labels, reduction="none"), "acc": logits.argmax(1) == labels}
@@ -124,8 +121,8 @@ class LitClassifier(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        # OneCycleLR would take its length from the checkpoint and refuse the first step past it. The length belongs to
-        # this run (`trainer.max_epochs`); only the position in it belongs to the checkpoint.
+        # OneCycleLR would take its length from the checkpoint and refuse the first step past it. This run sets the
+        # length (`trainer.max_epochs`); the checkpoint gives only the position in it.
         for state in checkpoint.get("lr_schedulers", []):
             for key in ("total_steps", "_schedule_phases"):
                 state.pop(key, None)

@@ -1,8 +1,8 @@
 """Imports what every worker needs, quickly.
 
-An import makes objects that stay. Python's garbage collector would look through them again and again as they become
-more, which is a fifth of the time that torch and Lightning take to import; so it rests meanwhile. What is there
-afterwards it never looks at again, which also keeps the pages shared that forked workers have of their parent.
+Imports make objects that stay. While they become more, Python's garbage collector would look through them again and
+again, which is a fifth of the time that torch and Lightning take to import; so it rests meanwhile. Afterwards it never
+looks at them, which also keeps the memory pages shared that forked workers have of the fork server.
 """
 
 import gc
@@ -12,11 +12,10 @@ try:
     import hydra  # noqa: F401
 
     import lockstep.callbacks
-    import lockstep.checkpoints
     import lockstep.data
     import lockstep.loggers
     import lockstep.model
-    import lockstep.stopping
+    import lockstep.plugins
     import lockstep.training  # noqa: F401
 finally:
     gc.freeze()

@@ -1,8 +1,7 @@
-"""DataParallel for Lightning 2.
+"""DataParallel for Lightning 2, which dropped its `dp` strategy. Needs torch and Lightning only; can be copied alone.
 
-Lightning 2.0 dropped its `dp` strategy. `DataParallelStrategy` brings it back: on CUDA through `torch.nn.DataParallel`,
-on the CPU through `ThreadedDataParallel`, which has real replicas where `torch.nn.DataParallel` would silently call the
-module once. This file needs torch and Lightning only, and can be imported or copied alone.
+`DataParallelStrategy` uses `torch.nn.DataParallel` on CUDA, and `ThreadedDataParallel` on the CPU, where
+`torch.nn.DataParallel` would silently call the module once.
 """
 
 import time
@@ -13,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 import torch
-from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies import ParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
@@ -24,33 +23,33 @@ T = TypeVar("T")
 
 
 class ThreadedDataParallel(nn.Module):
-    """`torch.nn.DataParallel` for the CPU: replicas with weights of their own, one thread each.
+    """`torch.nn.DataParallel` for the CPU: each replica has its own weights and its own thread.
 
-    The inputs are scattered along dimension 0, every replica runs forward **and backward** on its chunk in its own
-    thread, the outputs are gathered along dimension 0, and the replicas' gradients are summed into the module's
-    parameters, always in the same order. Buffers are replica 0's: it shares them with the module, so what it changes in
-    place (BatchNorm's running statistics) is kept. Grad mode, inference mode and autocast are the caller's.
+    It scatters the inputs along dimension 0, runs forward **and backward** of each chunk in its replica's thread,
+    gathers the outputs along dimension 0, and sums the replicas' gradients into the module's parameters, always in the
+    same order. Replica 0 shares its buffers with the module, so its in-place changes (BatchNorm's running statistics)
+    persist; those of other replicas are lost. Replicas run in the caller's grad mode, inference mode and autocast.
 
-    As with `torch.nn.DataParallel`, tensors are cut as `torch.chunk` does it (9 samples on 4 replicas make three chunks
-    of 3, and three replicas run), containers are walked, anything else goes to every replica as it is, and scalar
-    outputs become a vector with one element per replica. Replicas that draw random numbers share one generator, so
-    their dropout masks depend on the threads' timing. Second derivatives are refused.
+    As in `torch.nn.DataParallel`, tensors are cut as by `torch.chunk` (9 samples on 4 replicas give three chunks of 3,
+    so three replicas run), containers are traversed, all other inputs go to every replica, and scalar outputs become a
+    vector with one element per replica. All replicas draw from one random generator, so their dropout masks depend on
+    the threads' timing. Second derivatives are not supported and raise an error.
 
     Args:
-        module: The module to replicate; its own parameters and buffers stay where they are.
-        num_replicas: Replicas, and threads.
+        module: The module to replicate; its own parameters and buffers stay in place.
+        num_replicas: Number of replicas and threads.
 
     Raises:
-        ValueError: From `forward`, if input tensors disagree in dimension 0 or have none.
-        TypeError: From `forward`, if the replicas return what cannot be gathered.
+        ValueError: From `forward`, if input tensors differ in the size of dimension 0, or one has no dimensions.
+        TypeError: From `forward`, if outputs cannot be gathered.
     """
 
     def __init__(self, module: nn.Module, num_replicas: int) -> None:
         super().__init__()
         self.module = module
-        # one thread each rather than one pool: a fast thread must not take two replicas while another idles
+        # One thread per replica, not one pool: a fast thread must not run two replicas while another idles.
         self.threads = [ThreadPoolExecutor(1, thread_name_prefix=f"replica-{i}") for i in range(num_replicas)]
-        self.seconds: Counter[str] = Counter()  # spent beside the module's own work, by what: scatter, replicate, ...
+        self.seconds: Counter[str] = Counter()  # overhead beside the module's own work: scatter, replicate, ...
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         leaves, spec = tree_flatten((args, kwargs))
@@ -64,13 +63,13 @@ class ThreadedDataParallel(nn.Module):
         return tree_unflatten(list(outputs), call.output_spec)
 
     def shutdown(self) -> None:
-        """End the threads; the module cannot be called any more."""
+        """End the threads; the module cannot be called after that."""
         for thread in self.threads:
             thread.shutdown()
 
 
 class _Call:
-    """One pass through the replicas: the forward half, and what the backward half needs of it."""
+    """One forward pass through the replicas, kept for its backward pass."""
 
     output_spec: TreeSpec
 
@@ -81,11 +80,7 @@ class _Call:
         self.chunks, self.spec = _scatter(leaves, len(parallel.threads)), spec
 
     def forward(self, track: bool = False) -> tuple[Any, ...]:
-        """Run the replicas; their flattened outputs, gathered.
-
-        Args:
-            track: Whether the replicas record what `backward` needs.
-        """
+        """Run the replicas and return their flattened, gathered outputs; with `track`, record what `backward` needs."""
         enter_context = _caller_context(grad=track)
 
         def run(index: int, chunk: list[Any]) -> tuple[list[Tensor], list[Any], TreeSpec, Counter[str]]:
@@ -101,7 +96,7 @@ class _Call:
 
         results = _in_threads(self.threads, run, range(len(self.chunks)), self.chunks)
         self.leaves, self.outputs, specs, seconds = ([result[i] for result in results] for i in range(4))
-        self.seconds["replicate"] += max(each["replicate"] for each in seconds)  # they replicate at the same time
+        self.seconds["replicate"] += max(each["replicate"] for each in seconds)  # replicas are made in parallel
         self.output_spec = specs[0]
         if any(spec != self.output_spec for spec in specs):
             raise TypeError(f"the replicas returned different structures: {', '.join(map(str, specs))}")
@@ -109,7 +104,7 @@ class _Call:
             return tuple(_gather(values) for values in zip(*self.outputs, strict=True))
 
     def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The gradients of the parameters, then of the inputs, from those of the gathered outputs."""
+        """Return the gradients of the parameters, then of the inputs, given those of the gathered outputs."""
         by_output = zip(grads, zip(*self.outputs, strict=True), strict=True)
         with _timed("scatter", self.seconds):
             shares = list(zip(*(_scatter_grad(grad, values) for grad, values in by_output), strict=True))
@@ -122,7 +117,7 @@ class _Call:
 
 
 class _Replicas(torch.autograd.Function):
-    """Joins the replicas' graphs, one per thread, to the caller's."""
+    """Connects the replicas' autograd graphs, one per thread, to the caller's."""
 
     @staticmethod
     def forward(ctx: Any, call: _Call, *differentiable: Tensor) -> tuple[Any, ...]:
@@ -142,7 +137,7 @@ class _Replicas(torch.autograd.Function):
 
 @contextmanager
 def _timed(what: str, seconds: Counter[str]) -> Iterator[None]:
-    """Add the time that the block takes, s, and show it to a profiler under this name."""
+    """Add the block's duration in seconds to `seconds[what]`, and show it to a profiler under that name."""
     start = time.perf_counter()
     with torch.profiler.record_function(what):
         yield
@@ -156,7 +151,7 @@ def _requires_grad(value: Any) -> bool:
 def _in_threads(
     threads: Sequence[ThreadPoolExecutor], function: Callable[..., T], *arguments: Iterable[Any]
 ) -> list[T]:
-    """`function` of each replica's arguments; the first replica's exception if any failed, once all have ended."""
+    """Return `function` of each replica's arguments; if any fail, wait for all and raise the first replica's error."""
     calls = zip(*arguments, strict=True)
     futures = [thread.submit(function, *each) for thread, each in zip(threads, calls, strict=False)]
     wait(futures)
@@ -164,7 +159,7 @@ def _in_threads(
 
 
 def _caller_context(grad: bool) -> Callable[[], AbstractContextManager[None]]:
-    """The calling thread's modes, to be entered in other threads, which start with the defaults."""
+    """Return a function that enters the caller's modes in another thread, which would start with the defaults."""
     inference = torch.is_inference_mode_enabled()
     autocast = {
         "dtype": torch.get_autocast_dtype("cpu"),
@@ -181,15 +176,14 @@ def _caller_context(grad: bool) -> Callable[[], AbstractContextManager[None]]:
 
 
 def _scatter(leaves: list[Any], num_replicas: int) -> list[list[Any]]:
-    """One list of leaves per replica: tensors cut along dimension 0, everything else as it is."""
-    lengths = {leaf.shape[0] if leaf.ndim else None for leaf in leaves if isinstance(leaf, Tensor)}
-    if None in lengths or len(lengths) > 1:
-        shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor)]
+    """Return one list of leaves per replica: tensors cut along dimension 0, everything else unchanged."""
+    shapes = [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor)]
+    if () in shapes or len({shape[0] for shape in shapes}) > 1:
         raise ValueError(f"tensors sent through the replicas must share dimension 0, the batch; got shapes {shapes}")
     cut = [list(leaf.detach().chunk(num_replicas)) if isinstance(leaf, Tensor) else None for leaf in leaves]
     num_chunks = next((len(pieces) for pieces in cut if pieces is not None), num_replicas if leaves else 1)
     return [
-        # detached once more: what `chunk` returns may not be changed in place
+        # Detached again: the views that `chunk` returns do not allow in-place changes.
         [leaf if pieces is None else pieces[i].detach() for leaf, pieces in zip(leaves, cut, strict=True)]
         for i in range(num_chunks)
     ]
@@ -198,7 +192,7 @@ def _scatter(leaves: list[Any], num_replicas: int) -> list[list[Any]]:
 def _replicate(
     module: nn.Module, parameters: Sequence[nn.Parameter], share_buffers: bool
 ) -> tuple[nn.Module, list[Tensor]]:
-    """A copy of the module tree with weights of its own, and those weights, in the order of `parameters`.
+    """Return a copy of the module tree with its own weights, and these weights in the order of `parameters`.
 
     Everything else (hooks, plain attributes) is shared, as in `torch.nn.parallel.replicate`.
     """
@@ -212,17 +206,15 @@ def _replicate(
             if parameter is None:
                 replica._parameters[name] = None
             else:
-                # not into the dict: a module may keep its weights elsewhere too, as torch's RNNs do
+                # Not set in the dict: a module may also keep its weights elsewhere, as torch's RNNs do.
                 setattr(replica, name, weight_of[id(parameter)])
-        for name, buffer in original._buffers.items():
-            replica._buffers[name] = buffer_of.get(id(buffer), buffer)
-        for name, child in original._modules.items():
-            replica._modules[name] = None if child is None else replica_of[id(child)]
+        replica._buffers.update({name: buffer_of.get(id(value), value) for name, value in original._buffers.items()})
+        replica._modules.update({name: replica_of.get(id(child)) for name, child in original._modules.items()})
     return replica_of[id(module)], weights
 
 
 def _gather(values: Sequence[Any]) -> Any:
-    """One output of all replicas, joined along dimension 0 and cut off from their graphs."""
+    """Return one output of all replicas, concatenated along dimension 0 and detached from their graphs."""
     if all(value is None for value in values):
         return None
     if not all(isinstance(value, Tensor) for value in values):
@@ -232,7 +224,7 @@ def _gather(values: Sequence[Any]) -> Any:
 
 
 def _scatter_grad(grad: Tensor | None, outputs: Sequence[Any]) -> list[Tensor | None]:
-    """Each replica's share of one gathered output's gradient."""
+    """Return each replica's share of the gradient of one gathered output."""
     if grad is None:
         return [None] * len(outputs)
     shares = grad.split([output.shape[0] if output.ndim else 1 for output in outputs])
@@ -240,17 +232,14 @@ def _scatter_grad(grad: Tensor | None, outputs: Sequence[Any]) -> list[Tensor | 
 
 
 def _replica_grads(outputs: list[Any], grads: Sequence[Tensor | None], leaves: list[Tensor]) -> list[Tensor | None]:
-    """One replica's backward pass: the gradients of its weights and inputs."""
-    pairs = [
-        (output, grad)
-        for output, grad in zip(outputs, grads, strict=True)
-        if grad is not None and _requires_grad(output)
-    ]
+    """Run one replica's backward pass and return the gradients of `leaves`, its weights and inputs."""
+    pairs = zip(outputs, grads, strict=True)
+    pairs = [(output, grad) for output, grad in pairs if grad is not None and _requires_grad(output)]
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
     if not pairs or not wanted:
         return [None] * len(leaves)
     used, their_grads = zip(*pairs, strict=True)
-    # The graph lives as long as the call, since the caller may keep its own and go backward through it again.
+    # The graph is kept as long as the call, since the caller may go backward through its own graph again.
     with torch.profiler.record_function("replica backward"):
         found = iter(torch.autograd.grad(used, wanted, their_grads, retain_graph=True, allow_unused=True))
     return [next(found) if leaf.requires_grad else None for leaf in leaves]
@@ -269,7 +258,7 @@ def _join_grads(grads: Sequence[Tensor | None], chunks: Sequence[Tensor]) -> Ten
 
 
 class _ClassForward(nn.Module):
-    """Calls a LightningModule's own `forward`, past the one that `DataParallelStrategy` puts on the instance."""
+    """Calls the `forward` of a LightningModule's class, not the one that `DataParallelStrategy` sets on the object."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -280,19 +269,15 @@ class _ClassForward(nn.Module):
 
 
 class DataParallelStrategy(ParallelStrategy):
-    """One process, one replica of the model per device.
+    """Trains in one process, with one replica of the model per device.
 
-    What a LightningModule sends through `self(...)` is replicated, scattered, run in one thread per replica, and
-    gathered on the first device. The rest of the step, loss and logging included, runs once. That is what
-    `model = nn.DataParallel(model); output = model(x)` does in plain torch, and it needs no change to a
-    LightningModule: the loss is the mean over the whole batch for any batch size, and checkpoints have the names of the
-    unwrapped module.
+    A call of `self(...)` in a LightningModule scatters the inputs, runs each replica in its own thread, and gathers the
+    outputs on the first device, as `nn.DataParallel(model)(x)` does in plain torch. The rest of the step, loss and
+    logging included, runs once. A LightningModule needs no change: its loss is the mean over the whole batch for any
+    batch size, and checkpoints have the names of the unwrapped module. To Lightning this is one process, rank 0 of a
+    world of 1, so it injects no sampler and reduces nothing. Arguments: as for `ParallelStrategy`, normally none.
 
         Trainer(accelerator="cpu", devices=2, strategy=DataParallelStrategy())
-
-    To Lightning it is one process: rank 0 of a world of 1, so no sampler is injected and nothing is reduced.
-
-    Args: as for `lightning.pytorch.strategies.ParallelStrategy`; normally none.
 
     Raises:
         MisconfigurationException: For more than one node or process, an accelerator other than CPU or CUDA,
@@ -300,6 +285,10 @@ class DataParallelStrategy(ParallelStrategy):
     """
 
     strategy_name = "dp"
+    global_rank = local_rank = node_rank = 0
+    world_size = 1
+    reduce, all_gather = SingleDeviceStrategy.reduce, SingleDeviceStrategy.all_gather
+    barrier, broadcast = SingleDeviceStrategy.barrier, SingleDeviceStrategy.broadcast
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -311,26 +300,6 @@ class DataParallelStrategy(ParallelStrategy):
     def root_device(self) -> torch.device:
         assert self.parallel_devices is not None
         return self.parallel_devices[0]
-
-    @property
-    @override
-    def global_rank(self) -> int:
-        return 0
-
-    @property
-    @override
-    def local_rank(self) -> int:
-        return 0
-
-    @property
-    @override
-    def node_rank(self) -> int:
-        return 0
-
-    @property
-    @override
-    def world_size(self) -> int:
-        return 1
 
     @property
     @override
@@ -373,7 +342,7 @@ class DataParallelStrategy(ParallelStrategy):
             self._replicas = nn.DataParallel(_ClassForward(model), device_ids=self.parallel_devices)
         else:
             self._replicas = ThreadedDataParallel(_ClassForward(model), len(self.parallel_devices))
-        model.forward = self._forward  # on the instance, and not as a submodule: names and state stay as they are
+        model.forward = self._forward  # on the instance, not a submodule: names and state do not change
         return model
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -393,31 +362,11 @@ class DataParallelStrategy(ParallelStrategy):
         return output
 
     def take_phase_seconds(self) -> dict[str, float]:
-        """What replicas have cost beside the module's own work since the last call, s by tag; empty on CUDA."""
+        """Return the replicas' overhead since the last call, in seconds by tag; empty on CUDA."""
         spent: Counter[str] = getattr(self._replicas, "seconds", Counter())
         taken = {f"dp/{what}_sec": seconds for what, seconds in spent.items()}
         spent.clear()
         return taken
-
-    @override
-    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        return tensor
-
-    @override
-    def all_gather(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return tensor
-
-    @override
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        return decision
-
-    @override
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    @override
-    def broadcast(self, obj: T, src: int = 0) -> T:
-        return obj
 
     @override
     def teardown(self) -> None:

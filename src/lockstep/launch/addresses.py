@@ -1,16 +1,13 @@
 """This machine's addresses, as seen from the machine where the nodes of a job meet."""
 
-import fcntl
 import socket
-import struct
-import sys
-from contextlib import suppress
 from dataclasses import dataclass
 
-from lockstep.config import ConfigError
+import psutil
+
+from lockstep.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
-SIOCGIFADDR = 0x8915  # Linux: an interface's IPv4 address
 
 
 @dataclass(frozen=True)
@@ -29,14 +26,14 @@ class NodeAddress:
 
 
 def loopback() -> NodeAddress:
-    """The only node's, which nobody else need reach."""
-    return NodeAddress(LOOPBACK, True, "lo0" if sys.platform == "darwin" else _interface(LOOPBACK))
+    """Return the address of a single node, which nobody else needs to reach."""
+    return NodeAddress(LOOPBACK, True, _interface(LOOPBACK))
 
 
 def node_address(rdzv_endpoint: str, local_addr: str | None) -> NodeAddress:
-    """This node's address: `launch.local_addr`, or the one from which this machine reaches `launch.rdzv_endpoint`.
+    """Return this node's address: `launch.local_addr`, or the one from which it reaches `launch.rdzv_endpoint`.
 
-    Host names are not asked for: many machines' own name means 127.0.1.1 to themselves and nothing to others.
+    The host name is no help: on many machines it means 127.0.1.1 to themselves and nothing to others.
 
     Raises:
         ConfigError: If the endpoint is not HOST:PORT or one of the names is not known here.
@@ -76,10 +73,6 @@ def _resolve(key: str, value: str, host: str) -> str:
 
 
 def _interface(address: str) -> str | None:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with suppress(OSError):  # an interface without an IPv4 address; or another system than Linux
-                request = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()))
-                if socket.inet_ntoa(request[20:24]) == address:
-                    return name
-    return None
+    """Return the network interface that has an address, None if there is none."""
+    interfaces = psutil.net_if_addrs().items()
+    return next((name for name, addresses in interfaces if any(each.address == address for each in addresses)), None)
