@@ -51,7 +51,9 @@ def test_with_another_number_of_ranks_no_two_draw_the_same() -> None:
         seed.on_load_checkpoint(trainer, None, {"random_states": state.reshape(1, -1)})
         seed.on_train_start(trainer, None)
         draws.add(torch.rand(()).item())
-    assert len(draws) == 2
+        seed.on_train_epoch_start(trainer, None)
+        draws.add(torch.rand(()).item())  # nor again what the epoch's start has drawn
+    assert len(draws) == 4
 
 
 class FakeEventFiles:

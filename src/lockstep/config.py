@@ -134,5 +134,3 @@ def _check_sizes(cfg: DictConfig, meets_by_itself: bool) -> None:
                 f"{key}={OmegaConf.select(cfg, key)} with trainer.num_nodes=1; allowed: null, or more than one node"
             )
     per_process_batch_size("data.batch_size", cfg.data.batch_size, world_size(cfg))
-
-

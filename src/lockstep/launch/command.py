@@ -75,12 +75,7 @@ class Command:
         sys.exit(f"error: {error}")
 
     def run(self, function: str, cfg: DictConfig) -> Any:
-        """Run one job, and print what goes wrong in it.
-
-        Args: as for `run`.
-
-        Returns:
-            Rank 0's value; None in processes and on nodes without rank 0.
+        """Run one job as `run` does, and print what goes wrong in it.
 
         Raises:
             SystemExit: If the job failed.

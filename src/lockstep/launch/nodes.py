@@ -60,24 +60,19 @@ class NodesRendezvous(DynamicRendezvousHandler):
 
     @classmethod
     def meet(cls, node: NodeAddress, num_nodes: int, launch: dict[str, Any]) -> "NodesRendezvous":
-        """Connect to the meeting point, and agree on the number of nodes.
-
-        Args:
-            node: This node.
-            num_nodes: Nodes that this command expects, itself included.
-            launch: The config group.
+        """Connect this node to the meeting point, and agree on the number of nodes, by the config group `launch`.
 
         Raises:
-            RendezvousError: If the meeting point cannot be reached in `launch.timeout_sec`.
+            RendezvousError: If the meeting point cannot be reached within `launch.timeout_sec`.
             ConfigError: If another node expects another number of nodes.
         """
         timeout, run_id = launch["timeout_sec"], launch["rdzv_id"] or RUN_ID
+        size = (num_nodes, num_nodes)  # at least and at most
         options = {"read_timeout": timeout, "is_host": node.hosts}
-        endpoint = launch["rdzv_endpoint"]
-        parameters = RendezvousParameters("c10d", endpoint, run_id, num_nodes, num_nodes, node.address, **options)
+        parameters = RendezvousParameters("c10d", launch["rdzv_endpoint"], run_id, *size, node.address, **options)
         backend, store = _connect(parameters, timeout)
         join = RendezvousTimeout(join=timedelta(seconds=timeout))
-        self = cls.from_backend(run_id, store, backend, num_nodes, num_nodes, node.address, join)
+        self = cls.from_backend(run_id, store, backend, *size, node.address, join)
         self._node = node
         self._agree_on_size(dist.PrefixStore(f"lockstep/{run_id}", store), num_nodes)
         return self

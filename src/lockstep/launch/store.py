@@ -31,14 +31,7 @@ class JobStore:
 
     @classmethod
     def connect(cls, timeout_sec: float) -> "JobStore":
-        """Connect to the job's store.
-
-        Args:
-            timeout_sec: How long to wait for the other ranks, s.
-
-        Raises:
-            RunError: If the node of rank 0 cannot be reached.
-        """
+        """Connect to the job's store, or raise RunError if the node of rank 0 cannot be reached in this time."""
         told = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
         if not told or os.environ["WORLD_SIZE"] == "1":
             return cls(None)
@@ -67,12 +60,7 @@ class JobStore:
             time.sleep(STORE_POLL_SEC)
 
     def from_rank_zero(self, key: str, value: Any) -> Any:
-        """Return what rank 0 passed for `value`, on every rank.
-
-        Args:
-            key: Tells this exchange from others.
-            value: Anything that JSON holds; only rank 0's counts.
-        """
+        """Return rank 0's `value`, anything that JSON holds, on every rank. `key` tells this exchange from others."""
         if self._store is None:
             return value
         if os.environ["RANK"] == "0":

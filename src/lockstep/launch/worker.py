@@ -20,12 +20,9 @@ from lockstep.launch.signals import STOP_SIGNALS, exit_on_signals
 
 @dataclass(frozen=True)
 class Call:
-    """What every worker of a job calls.
+    """What every worker of a job calls: `package.module:name`, a function of the resolved config and its `Worker`.
 
-    Attributes:
-        function: `package.module:name` of a function of a config and a `Worker`. A name, since only workers import it.
-        config: The resolved config.
-        preload: Module that imports what `function` needs, quickly, where no fork server did.
+    Where no fork server did so, importing the module `preload` first is faster.
     """
 
     function: str
@@ -68,12 +65,12 @@ class Worker:
 
 
 def work(call: Call, environ: dict[str, str], agent: Connection) -> None:
-    """Run one worker; the entry point of its process.
+    """Run one worker: the entry point of its process.
 
     Args:
         call: What to call.
         environ: The variables that tell this worker its place in the job.
-        agent: The agent's end of this connection closes when the command is gone.
+        agent: Takes the outcome; its other end closes when the command is gone.
     """
     os.environ.update(environ)
     worker = Worker("lockstep", int(environ["RANK"]), agent)
