@@ -4,12 +4,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 MODEL ?= cnn
+# Processes that share the tests; most tests wait for processes of their own. Tests that measure the machine share a group.
+TEST_JOBS ?= 3
+PYTEST := $(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadgroup
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train compare bench test lint format tensorboard clean
+.PHONY: help setup train compare bench test test-all test-versions lint format tensorboard clean
 
 help: ## list the targets
-	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 20
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(VENV)/.installed ## make .venv and install what a run needs
 
@@ -22,8 +25,14 @@ compare: $(VENV)/.installed ## single, dp and ddp side by side, three repeats; M
 bench: $(VENV)/.installed ## how fast this is, as ratios; half an hour or more; options in ARGS="--rows 1 3"
 	$(BIN)/python benchmarks/bench.py $(ARGS)
 
-test: lint ## ruff and pytest; options for pytest in ARGS="..."
-	$(BIN)/python -m pytest $(ARGS)
+test: lint ## ruff and all tests but the slow ones, at most 6 minutes; options for pytest in ARGS="..."
+	$(PYTEST) -m "not slow" $(ARGS)
+
+test-all: lint ## ruff and every test, at most 15 minutes; options for pytest in ARGS="..."
+	$(PYTEST) $(ARGS)
+
+test-versions: ## a few tests on the oldest and the newest versions that requirements.txt admits; downloads several GB
+	tests/versions.sh
 
 lint: $(VENV)/.installed-dev ## ruff: rules and format
 	$(BIN)/ruff check .
@@ -36,11 +45,15 @@ format: $(VENV)/.installed-dev ## let ruff mend what it can
 tensorboard: $(VENV)/.installed ## show every run in outputs/
 	$(BIN)/tensorboard --logdir outputs
 
-clean: ## remove .venv and caches; runs and data stay
-	rm -rf $(VENV) .pytest_cache .ruff_cache src/*.egg-info
+clean: ## remove virtual environments and caches; runs and data stay
+	rm -rf $(VENV) .venv-versions .pytest_cache .ruff_cache src/*.egg-info
+
+python_version = $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
 
 $(VENV)/.installed: requirements.txt pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; say make PYTHON=...")'
+	$(if $(filter 3.11 3.12 3.13,$(python_version)),,$(error \
+	  Lockstep needs Python 3.11, 3.12 or 3.13, and $(PYTHON) is $(or $(python_version),not installed); \
+	  choose one with make PYTHON=python3.13))
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -r requirements.txt
 	@touch $@

@@ -31,15 +31,18 @@ def test_a_batch_counts_by_its_samples() -> None:
     sums.add({"loss": torch.tensor(1.0), "acc": torch.tensor([True, True, False])}, 3)
     sums.add({"loss": torch.tensor(5.0), "acc": torch.tensor([False])}, 1)
     assert sums.vector(CPU).tolist() == [2.0, 8.0, 4.0]  # acc, loss, samples
-    means, own, more = sums.reduce(strategy_with())
-    assert means == own == {"acc": 0.5, "loss": 2.0}
-    assert more == []
+    assert sums.reduce(strategy_with()) == ({"acc": 0.5, "loss": 2.0}, [])
 
 
 def test_one_sum_over_ranks_takes_more_along() -> None:
     sums = SampleSums({"loss": torch.tensor(6.0)}, 3)
-    means, own, more = sums.reduce(strategy_with([10.0, 1.0, 7.0]), torch.tensor(2.0))
-    assert (means, own, more) == ({"loss": 4.0}, {"loss": 2.0}, [9.0])
+    assert sums.reduce(strategy_with([10.0, 1.0, 7.0]), torch.tensor(2.0)) == ({"loss": 4.0}, [9.0])
+
+
+def test_an_empty_shard_weighs_nothing() -> None:
+    sums = SampleSums()
+    sums.add({"loss": torch.tensor([])}, 0)
+    assert sums.reduce(strategy_with([10.0, 4.0])) == ({"loss": 2.5}, [])
 
 
 def test_sums_are_kept_in_float64() -> None:
@@ -47,7 +50,7 @@ def test_sums_are_kept_in_float64() -> None:
     for _ in range(3):
         sums.add({"loss": torch.tensor(0.1, dtype=torch.float32)}, 10_000_001)
     assert sums.vector(CPU).dtype == torch.float64
-    means, _, _ = sums.reduce(strategy_with())
+    means, _ = sums.reduce(strategy_with())
     assert means["loss"] == pytest.approx(float(torch.tensor(0.1)), abs=1e-15)
 
 

@@ -196,7 +196,7 @@ class EpochMonitor(Callback):
         self._record(trainer, self._evaluation_metrics(trainer, pl_module, "test"))
 
     def _evaluation_metrics(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> dict[str, float]:
-        means, _, _ = self._eval_sums.reduce(trainer.strategy)
+        means, _ = self._eval_sums.reduce(trainer.strategy)
         self._eval_watch.stop()  # no rank leaves the SUM before the slowest has come
         metrics = {f"{stage}/{name}": mean for name, mean in means.items()}
         # Lightning's own copy, for ModelCheckpoint and the progress bar; the same on every rank already

@@ -28,16 +28,13 @@ class SampleSums:
         values = [self.sums[name].item() for name in sorted(self.sums)]
         return torch.tensor([*values, self.num_samples], dtype=_dtype(device), device=device)
 
-    def reduce(self, strategy: Strategy, *more: Tensor) -> tuple[dict[str, float], dict[str, float], list[float]]:
-        """Return the means by name, over all ranks and over this one, and the totals of `more`, in one SUM."""
+    def reduce(self, strategy: Strategy, *more: Tensor) -> tuple[dict[str, float], list[float]]:
+        """Return the means over all ranks by name, and the totals of `more`, in one SUM."""
         own = self.vector(strategy.root_device)
         local = torch.cat([own, *(value.reshape(1) for value in more)])
-        total = strategy.reduce(local, reduce_op="sum")
-        return self._means(total[: len(own)]), self._means(own), total[len(own) :].tolist()
-
-    def _means(self, vector: Tensor) -> dict[str, float]:
-        *sums, num_samples = vector.tolist()
-        return {name: total / num_samples for name, total in zip(sorted(self.sums), sums, strict=True)}
+        *sums, num_samples = (total := strategy.reduce(local, reduce_op="sum").tolist())[: len(own)]
+        means = {name: value / num_samples for name, value in zip(sorted(self.sums), sums, strict=True)}
+        return means, total[len(own) :]
 
 
 class LossCurve:
@@ -74,9 +71,10 @@ class LossCurve:
         # all ranks train on batches of one size, so a step's mean is the plain mean of theirs
         points, self._points = self._points, []
         shares = (loss.to(_dtype(loss.device)) / world_size for _, loss, _ in points)
-        mean, own, losses = self.sums.reduce(strategy, *shares)
+        means, losses = self.sums.reduce(strategy, *shares)
+        own = float(self.sums.sums["loss"]) / self.sums.num_samples
         steps = [(step, loss, lr) for (step, _, lr), loss in zip(points, losses, strict=True)]
-        return mean["loss"], own["loss"], steps
+        return means["loss"], own, steps
 
 
 def _dtype(device: torch.device) -> torch.dtype:
