@@ -32,7 +32,8 @@ class SampleSums:
         """Return the means over all ranks by name, and the totals of `more`, in one SUM."""
         own = self.vector(strategy.root_device)
         local = torch.cat([own, *(value.reshape(1) for value in more)])
-        *sums, num_samples = (total := strategy.reduce(local, reduce_op="sum").tolist())[: len(own)]
+        total = strategy.reduce(local, reduce_op="sum").tolist()
+        *sums, num_samples = total[: len(own)]
         means = {name: value / num_samples for name, value in zip(sorted(self.sums), sums, strict=True)}
         return means, total[len(own) :]
 
