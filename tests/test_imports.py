@@ -74,7 +74,7 @@ def test_strategies_can_be_copied_alone() -> None:
     assert imports_of(MODULES["lockstep.strategies"], set(MODULES)) == set()
 
 
-@pytest.mark.parametrize("module", ["lockstep.launch", "lockstep.launch.command", "lockstep.report", *GROUND])
+@pytest.mark.parametrize("module", ["lockstep.launch", "lockstep.launch.command", "lockstep.report", *sorted(GROUND)])
 def test_what_a_command_line_needs_is_light(module: str) -> None:
     name = module if "." in module else f"lockstep.{module}"
     code = f"import sys, {name}; print(*({{'torch', 'lightning', 'numpy', 'matplotlib'}} & set(sys.modules)))"
