@@ -2,9 +2,11 @@
 
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -48,7 +50,10 @@ def _warm_forkserver() -> None:
 
 @pytest.fixture(autouse=True)
 def _nothing_left_behind(tmp_path: Path) -> Iterator[None]:
-    """No environment variable, process, thread of a replica, process group or signal handler outlives its test."""
+    """No variable, process, replica's thread, process group, signal handler or temporary file outlives its test."""
+    before = dict(os.environ)
+    scratch = Path(tempfile.mkdtemp(prefix="t"))  # not below tmp_path, whose name is too long for a socket
+    os.environ["TMPDIR"] = str(scratch)  # of the commands that the test starts
     environ = dict(os.environ)
     handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     yield
@@ -58,7 +63,10 @@ def _nothing_left_behind(tmp_path: Path) -> Iterator[None]:
         torch.distributed.destroy_process_group()
     leaked = {name for name in os.environ.keys() | environ.keys() if os.environ.get(name) != environ.get(name)}
     os.environ.clear()
-    os.environ.update(environ)
+    os.environ.update(before)
+    left = [path.name for path in scratch.iterdir()]
+    shutil.rmtree(scratch)
+    assert not left, f"left in the temporary folder: {left}"
     assert not leaked - ALLOWED_VARIABLES, f"environment variables changed: {leaked}"
     assert {number: signal.getsignal(number) for number in STOP_SIGNALS} == handlers
     assert not multiprocessing.active_children()

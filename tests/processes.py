@@ -1,6 +1,7 @@
 """Commands and processes for the tests: started as a person starts them, waited for by what they show."""
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -48,6 +49,12 @@ def processes_in(folder: Path) -> dict[int, str]:
             if os.readlink(process / "cwd") == str(folder):
                 found[int(process.name)] = (process / "cmdline").read_text().replace("\0", " ")
     return found
+
+
+def remove_what_the_killed_leave() -> None:
+    """Remove the temporary files of commands that were killed before they could do so themselves."""
+    for path in Path(os.environ["TMPDIR"]).iterdir():
+        shutil.rmtree(path)
 
 
 def ended(process: subprocess.Popen[str], cwd: Path, seconds: float = PATIENCE_SEC) -> tuple[int, list[str]]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from processes import PATIENCE_SEC, TRAIN, start, wait_until
+from processes import PATIENCE_SEC, TRAIN, remove_what_the_killed_leave, start, wait_until
 
 from lockstep import tags
 from lockstep.errors import ConfigError
@@ -86,6 +86,7 @@ def hosts(tmp_path: Path) -> Iterator[Hosts]:
     for process in hosts.processes:
         process.communicate(timeout=10)
     subprocess.run([str(SCRIPT), "down", name], check=True)
+    remove_what_the_killed_leave()
 
 
 def ended(process: subprocess.Popen[str], seconds: float = PATIENCE_SEC) -> tuple[int, str]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
-from processes import TRAIN, catches, ended, processes_in, start, wait_until
+from processes import TRAIN, catches, ended, processes_in, remove_what_the_killed_leave, start, wait_until
 
 from lockstep import tags
 from lockstep.errors import ConfigError, Stopped, WorkerError
@@ -275,6 +275,7 @@ def test_a_killed_command_takes_its_workers_along(tmp_path: Path, how: str, numb
     os.kill(command_in(tmp_path), number)
     wait_until(lambda: not processes_in(tmp_path), "the end of the workers", seconds=5)
     process.communicate(timeout=20)
+    remove_what_the_killed_leave()
 
 
 # ---------------------------------------------------------------------------------------- one rank decides
