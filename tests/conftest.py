@@ -31,12 +31,14 @@ SMALL = (
     "trainer.max_epochs=1",
     "trainer.log_every_n_steps=5",
     "launch.timeout_sec=60",
+    "launch.threads_per_process=1",  # tests run side by side; two threads that wait for a core spin
 )
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _warm_forkserver() -> None:
     """Every test's workers come from one server, as a command's do."""
+    torch.set_num_threads(1)  # tests run side by side
     # The workers of the tests find the tests' own modules, such as `faults`.
     path = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
     before = os.environ.get("PYTHONPATH")

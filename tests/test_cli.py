@@ -15,7 +15,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from lockstep import tags
 
-SMALL = ["data=mnist_sample", "trainer.accelerator=cpu", "trainer.max_epochs=2", "trainer.log_every_n_steps=5"]
+SMALL = [
+    *("data=mnist_sample", "trainer.accelerator=cpu", "trainer.max_epochs=2", "trainer.log_every_n_steps=5"),
+    "launch.threads_per_process=1",
+]
 DDP2 = ["strategy=ddp", "trainer.devices=2"]
 
 EVERY_STRATEGY = {
@@ -190,7 +193,8 @@ LEFTOVERS = {
 
 @pytest.mark.parametrize("overrides", [["strategy=single"], ["strategy=dp", "trainer.devices=2"], DDP2])
 def test_leftovers_in_the_environment_are_named_and_ignored(tmp_path: Path, overrides: list[str]) -> None:
-    result = train(tmp_path, *overrides, "trainer.enable_progress_bar=false", **LEFTOVERS)
+    options = ("trainer.enable_progress_bar=false", "launch.threads_per_process=null")
+    result = train(tmp_path, *overrides, *options, **LEFTOVERS)
     assert result.returncode == 0, result.stderr
     warning = result.stderr.removesuffix("\n")
     assert warning.startswith("warning: ignored in the environment: ")

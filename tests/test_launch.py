@@ -33,7 +33,8 @@ def test_each_job_meets_at_a_free_port(run_job: RunJob) -> None:
 def test_workers_are_fresh_and_have_their_share_of_the_cores(run_job: RunJob) -> None:
     cores = len(os.sched_getaffinity(0))
     jobs = [("strategy=single",), ("strategy=dp", "trainer.devices=2"), DDP2, ("strategy=single",)]
-    seen = [run_job(*job, function="faults:process") for job in jobs]
+    even_share = "launch.threads_per_process=null"
+    seen = [run_job(*job, even_share, function="faults:process") for job in jobs]
     assert len({process["pid"] for process in seen}) == len(jobs)
     assert os.getpid() not in {process["pid"] for process in seen}
     assert [process["threads"] for process in seen] == [cores, max(1, cores // 2), max(1, cores // 2), cores]

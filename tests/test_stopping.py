@@ -151,7 +151,10 @@ def test_lightning_still_has_what_is_replaced() -> None:
 
 # ---------------------------------------------------------------------------------------- signals to the command
 
-QUIET = ("data=mnist_sample", "trainer.accelerator=cpu", "trainer.enable_progress_bar=false")
+QUIET = (
+    *("data=mnist_sample", "trainer.accelerator=cpu", "trainer.enable_progress_bar=false"),
+    "launch.threads_per_process=1",
+)
 FOR_EVER = "trainer.max_epochs=1000000"
 
 

@@ -22,6 +22,7 @@ from lockstep.errors import Stopped, WorkerError, first_line
 from lockstep.launch.addresses import NodeAddress, loopback, node_address
 from lockstep.launch.nodes import LoopbackRendezvous, NodesRendezvous
 from lockstep.launch.outcomes import Outcome, cause, how_it_stopped, of_exit_code
+from lockstep.launch.signals import stop_signals_deferred
 from lockstep.launch.timeouts import MONITOR_INTERVAL_SEC, SETTLE_POLL_SEC, SETTLE_SEC, SHUTDOWN_SEC
 from lockstep.launch.worker import Call, work
 
@@ -108,7 +109,9 @@ class Agent(SimpleElasticAgent):
                 "LOCAL_RANK": str(worker.local_rank),
                 "WORLD_SIZE": str(worker.world_size),
             }
-            self._workers.append(WorkerProcess(self._context, worker.global_rank, self._call, shared | place))
+            # a signal between the two would leave the fork server with half a request, or a worker that nobody knows
+            with stop_signals_deferred():
+                self._workers.append(WorkerProcess(self._context, worker.global_rank, self._call, shared | place))
         return {local_rank: each.process.pid for local_rank, each in enumerate(self._workers)}
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:

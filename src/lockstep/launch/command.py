@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from lockstep import config
 from lockstep.errors import ConfigError, RunError, Stopped, WorkerError
 from lockstep.launch.origin import Launcher, external_launcher, remove_leftovers
-from lockstep.launch.signals import STOP_SIGNALS, StopSignals, exit_on_signals
+from lockstep.launch.signals import StopSignals, exit_on_signals, stop_signals_deferred
 from lockstep.launch.timeouts import REPORTING_RANK_SEC
 from lockstep.launch.worker import Call, Worker
 
@@ -156,13 +156,10 @@ def start_forkserver(preload: str) -> None:
     multiprocessing.set_forkserver_preload([preload])
     # A signal to the whole process group, such as Ctrl-C, must leave the server alone: the workers are its children,
     # and only it can say how they ended. The workers inherit the mask, and lift it when they are ready.
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    try:
+    with stop_signals_deferred():
         resource_tracker.ensure_running()  # it lifts the mask
-        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    with stop_signals_deferred():
         forkserver.ensure_running()
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     atexit.register(_stop_forkserver, forkserver._forkserver._forkserver_pid)
 
 

@@ -5,7 +5,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -70,6 +71,16 @@ def exit_on_signals(before: Callable[[int], None]) -> None:
 
 def _exit_at_once(number: int, frame: FrameType | None) -> None:
     """Mark the signals that the thread acts on; without a Python handler the thread would not hear of them."""
+
+
+@contextmanager
+def stop_signals_deferred() -> Iterator[None]:
+    """Let stop signals wait until the block is done."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def handle_stop_signals(handler: Any) -> dict[int, Any]:

@@ -82,7 +82,11 @@ class JobStore:
         keys = [key for key in own | theirs if key not in PER_NODE_KEYS]
         key = next((key for key in keys if own.get(key) != theirs.get(key)), None)
         verdict = f"{key}={theirs.get(key)} on node 0 and {key}={own.get(key)} on node {os.environ.get('GROUP_RANK')}"
-        self._store.set(f"verdict/{os.environ['RANK']}", "" if key is None else verdict)
-        for rank in range(int(os.environ["WORLD_SIZE"])):
-            if verdict := self._store.get(f"verdict/{rank}").decode():
-                raise ConfigError(f"{verdict}; allowed: the same on every node")
+        rank, ranks = os.environ["RANK"], range(int(os.environ["WORLD_SIZE"]))
+        self._store.set(f"verdict/{rank}", "" if key is None else verdict)
+        verdicts = [self._store.get(f"verdict/{each}").decode() for each in ranks]
+        self._store.set(f"heard/{rank}", "")
+        if any(verdicts):
+            if rank == "0":  # the store ends with this process, which therefore leaves last
+                self._store.wait([f"heard/{each}" for each in ranks])
+            raise ConfigError(f"{next(filter(None, verdicts))}; allowed: the same on every node")
