@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lockstep import host, tags, training
 from lockstep.callbacks import EpochMonitor
 from lockstep.data import Images, MNISTSampleDataModule, mnist
-from lockstep.launch import restart_count
+from lockstep.launch import external_launcher, restart_count
 from lockstep.launch.store import JobStore
 from lockstep.launch.worker import Worker
 from lockstep.model import LitClassifier
@@ -210,6 +210,11 @@ def environment(cfg: DictConfig, worker: Worker) -> dict[str, str]:
     """What a worker sees of the launcher; run in place of training."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
     return {name: os.environ[name] for name in names}
+
+
+def who_am_i(cfg: DictConfig, worker: Worker) -> dict[str, Any]:
+    """What a worker takes itself for; run in place of training."""
+    return {"launcher": worker.launcher, "rank": worker.rank, "external": external_launcher()}
 
 
 class StopAfter(pl.Callback):

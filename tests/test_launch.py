@@ -5,6 +5,7 @@ import os
 import signal
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -218,11 +219,16 @@ def test_environment_and_handlers_are_restored(run_job: RunJob, monkeypatch: pyt
     assert {number: signal.getsignal(number) for number in launch.STOP_SIGNALS} == handlers
 
 
-def test_no_temporary_file_is_left(run_job: RunJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_temporary_file_is_left(
+    run_job: RunJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """Of the agent's; those of whole commands are looked for after every test."""
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(scratch))
-    run_job(*DDP2, function="faults:environment")
+    with pytest.raises(WorkerError) if fails else nullcontext():
+        run_job(*DDP2, function="faults:rank_one_first" if fails else "faults:environment")
     assert list(scratch.iterdir()) == []
 
 
@@ -239,6 +245,11 @@ def test_no_temporary_file_is_left(run_job: RunJob, tmp_path: Path, monkeypatch:
 )
 def test_who_started_this_interpreter(environ: dict[str, str], expected: tuple[str, int, int, int] | None) -> None:
     assert launch.external_launcher(environ) == expected
+
+
+def test_our_own_workers_have_no_external_launcher(run_job: RunJob) -> None:
+    """Though torch's elastic agent, and so torchrun's environment, is behind both."""
+    assert run_job(*DDP2, function="faults:who_am_i") == {"launcher": "lockstep", "rank": 0, "external": None}
 
 
 def test_leftovers_are_taken_out_and_named() -> None:

@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
-from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from processes import TRAIN, catches, ended, processes_in, remove_what_the_killed_leave, start, wait_until
 
 from lockstep import tags
@@ -141,12 +139,6 @@ def test_without_checkpoints_nothing_is_written(run_job: RunJob, tmp_path: Path)
     with pytest.raises(Stopped, match=r"^stopped by SIGTERM after step \d+, in epoch 0$"):
         run_job(*DDP2, fail_at(1, 5, "terminate"), "trainer.enable_checkpointing=false")
     assert not (tmp_path / "run" / "checkpoints").exists()
-
-
-def test_lightning_still_has_what_is_replaced() -> None:
-    """StopTogether sets these on instances; setting a name that Lightning no longer uses would do nothing."""
-    assert callable(_SignalConnector._sigterm_notifier_fn)
-    assert callable(_TrainingEpochLoop._broadcast_sigterm_tensor)
 
 
 # ---------------------------------------------------------------------------------------- signals to the command

@@ -9,6 +9,7 @@ TESTS=(
     tests/test_private_names.py
     tests/test_strategies.py
     tests/test_config.py
+    tests/test_launch.py::test_a_killed_rank_is_named
     tests/test_numbers.py::test_losses_and_weights_of_all_strategies_agree_in_float64
 )
 [ $# -eq 0 ] || TESTS=("$@")
@@ -59,6 +60,6 @@ for combination in "${COMBINATIONS[@]}"; do
     options=() && [ "$end" = newest ] || options=(-W ignore::DeprecationWarning)
     result=passed
     "$folder/bin/python" -m pytest -q "${options[@]}" "${TESTS[@]}" >"$log" 2>&1 || result=FAILED failed=$((failed + 1))
-    echo "$name (${installed//$'\n'/, }): $result: $(tail -n 1 "$log"); see $log"
+    echo "$name (${installed//$'\n'/, }): $result: $(grep . "$log" | tail -n 1); see $log"
 done
 [ "$tried" -gt 0 ] && [ "$failed" -eq 0 ]
