@@ -35,6 +35,11 @@ SMALL = (
 )
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the longest test, beside which the others run."""
+    items.sort(key=lambda item: item.path.name != "test_sweep.py")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _warm_forkserver() -> None:
     """Every test's workers come from one server, as a command's do."""
@@ -66,7 +71,7 @@ def _nothing_left_behind(tmp_path: Path) -> Iterator[None]:
     leaked = {name for name in os.environ.keys() | environ.keys() if os.environ.get(name) != environ.get(name)}
     os.environ.clear()
     os.environ.update(before)
-    left = [path.name for path in scratch.iterdir()]
+    left = [path.name for path in scratch.iterdir() if not path.name.startswith(LEFT_BY_OTHERS)]
     shutil.rmtree(scratch)
     assert not left, f"left in the temporary folder: {left}"
     assert not leaked - ALLOWED_VARIABLES, f"environment variables changed: {leaked}"
@@ -75,6 +80,8 @@ def _nothing_left_behind(tmp_path: Path) -> Iterator[None]:
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("replica")]
 
 
+# What torchrun and TensorBoard leave in the temporary folder.
+LEFT_BY_OTHERS = ("torchelastic_", ".tensorboard-info")
 # pytest's own, and what Lightning's `seed_everything` sets in the process that trains.
 ALLOWED_VARIABLES = {"PYTEST_CURRENT_TEST", "PL_GLOBAL_SEED", "PL_SEED_WORKERS"}
 

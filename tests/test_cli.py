@@ -191,7 +191,14 @@ LEFTOVERS = {
 }
 
 
-@pytest.mark.parametrize("overrides", [["strategy=single"], ["strategy=dp", "trainer.devices=2"], DDP2])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        pytest.param(["strategy=single"], marks=pytest.mark.slow),
+        pytest.param(["strategy=dp", "trainer.devices=2"], marks=pytest.mark.slow),
+        DDP2,
+    ],
+)
 def test_leftovers_in_the_environment_are_named_and_ignored(tmp_path: Path, overrides: list[str]) -> None:
     options = ("trainer.enable_progress_bar=false", "launch.threads_per_process=null")
     result = train(tmp_path, *overrides, *options, **LEFTOVERS)
@@ -212,7 +219,7 @@ def test_leftovers_in_the_environment_are_named_and_ignored(tmp_path: Path, over
     [
         (["strategy=ddp", "trainer.devices=3"], 3),
         (["strategy=single"], 1),
-        (["strategy=dp", "trainer.devices=2"], 1),
+        pytest.param(["strategy=dp", "trainer.devices=2"], 1, marks=pytest.mark.slow),
         (["strategy=ddp", "trainer.devices=3", "data.batch_size=100"], 3),  # which has another mistake
     ],
 )
@@ -284,6 +291,7 @@ def test_a_sweep_trains_each_job_once_and_compares_them(tmp_path: Path) -> None:
     assert (tmp_path / "again" / "comparison.md").read_text() == (folder / "comparison.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_job_is_the_same_whatever_ran_before_it(tmp_path: Path) -> None:
     (first, second, single, dp), _ = sweep(tmp_path, "ddp", "ddp", "single", "dp")
     assert first == second

@@ -318,6 +318,7 @@ def test_racing_jobs_fetch_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert asked == ["npm"]
 
 
+@pytest.mark.slow
 def test_racing_jobs_of_several_ranks_fetch_once(make_config: Callable[..., DictConfig], tmp_path: Path) -> None:
     """Two commands with three ranks each, an empty folder, and a download that takes a while."""
     overrides = ("strategy=ddp", "trainer.devices=3", "data.batch_size=252", f"+race.root={tmp_path / 'data'}")

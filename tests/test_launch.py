@@ -51,6 +51,7 @@ def test_workers_spend_no_time_on_what_is_not_training(run_job: RunJob) -> None:
     assert process["page_faults"] < 5 * one_step  # of the nineteen steps that follow the first
 
 
+@pytest.mark.slow
 def test_spawned_workers_train_too(run_job: RunJob) -> None:
     metrics = run_job("launch.start_method=spawn", "trainer.limit_train_batches=2")
     assert 0 <= metrics[tags.TEST_ACC] <= 1
@@ -146,6 +147,7 @@ def test_nodes_that_do_not_meet_are_told(run_job: RunJob, free_port: int) -> Non
         run_job(*nodes, endpoint, "launch.timeout_sec=3", function="faults:environment")
 
 
+@pytest.mark.slow
 def test_nodes_meet_without_resolving_a_name(make_config: Callable[..., Any], free_port: int) -> None:
     """Two nodes on one machine, the second as a process of its own; the endpoint is node 0's address."""
     nodes = ("trainer.num_nodes=2", "strategy=ddp", "trainer.devices=1", f"launch.rdzv_endpoint=127.0.0.1:{free_port}")

@@ -20,7 +20,7 @@ from lockstep import tags
 from lockstep.errors import ConfigError
 from lockstep.launch import addresses
 
-pytestmark = pytest.mark.slow
+slow = pytest.mark.slow
 
 ENDPOINT = "10.77.0.1:29400"
 TIMEOUT = 60
@@ -107,6 +107,7 @@ def one_host(run_job: Callable[..., Any], **kwargs: Any) -> dict[str, float]:
     return run_job(*alone, "trainer.devices=2", run="one_host")
 
 
+@slow
 def test_two_hosts_train_as_one_with_two_devices(hosts: Hosts, run_job: Callable[..., Any]) -> None:
     both = [hosts.start(host) for host in (1, 0)]
     assert [ended(process) for process in both] == [(0, ""), (0, "")]
@@ -116,6 +117,7 @@ def test_two_hosts_train_as_one_with_two_devices(hosts: Hosts, run_job: Callable
     assert not (hosts.folder / "1" / "run" / "checkpoints").exists()
 
 
+@slow
 def test_a_late_node_is_waited_for(hosts: Hosts) -> None:
     first = hosts.start(1)
     wait_until((hosts.folder / "1" / "run" / ".hydra").exists, "the first node's start")
@@ -123,7 +125,7 @@ def test_a_late_node_is_waited_for(hosts: Hosts) -> None:
     assert [ended(process) for process in (hosts.start(0), first)] == [(0, ""), (0, "")]
 
 
-@pytest.mark.parametrize("how", ["killed", "unplugged"])
+@pytest.mark.parametrize("how", ["killed", pytest.param("unplugged", marks=slow)])
 def test_a_dead_host_is_reported_on_the_other(hosts: Hosts, how: str) -> None:
     timeout = {"killed": TIMEOUT, "unplugged": 20}[how]
     job = (slow_steps(hosts), f"launch.timeout_sec={timeout}", "trainer.max_epochs=1000000")
@@ -143,6 +145,7 @@ def test_a_dead_host_is_reported_on_the_other(hosts: Hosts, how: str) -> None:
     assert time.monotonic() - begin < timeout + 20
 
 
+@slow
 def test_a_host_that_comes_back_resumes_with_the_other(hosts: Hosts, run_job: Callable[..., Any]) -> None:
     job = ("launch.max_restarts=1",)
     first, _ = (hosts.start(host, *job, slow_steps(hosts)) for host in (0, 1))
@@ -156,6 +159,7 @@ def test_a_host_that_comes_back_resumes_with_the_other(hosts: Hosts, run_job: Ca
         assert abs(found[tag] - expected[tag]) <= 1e-9, tag
 
 
+@slow
 def test_a_signal_on_one_host_stops_both_and_leaves_a_checkpoint(hosts: Hosts) -> None:
     first, second = (hosts.start(host, slow_steps(hosts), "trainer.max_epochs=1000000") for host in (0, 1))
     wait_until((hosts.folder / "started").exists, "the first steps")
@@ -169,7 +173,12 @@ def test_a_signal_on_one_host_stops_both_and_leaves_a_checkpoint(hosts: Hosts) -
 
 @pytest.mark.parametrize(
     ("key", "values"),
-    [("trainer.num_nodes", (2, 3)), ("trainer.max_epochs", (2, 3)), ("trainer.devices", (1, 2)), ("seed", (0, 1))],
+    [
+        pytest.param("trainer.num_nodes", (2, 3), marks=slow),
+        pytest.param("trainer.max_epochs", (2, 3), marks=slow),
+        pytest.param("trainer.devices", (1, 2), marks=slow),
+        ("seed", (0, 1)),
+    ],
 )
 def test_commands_that_disagree_are_refused_on_both(hosts: Hosts, key: str, values: tuple[int, int]) -> None:
     both = [hosts.start(host, f"{key}={value}", "data.batch_size=240") for host, value in enumerate(values)]

@@ -104,7 +104,11 @@ def test_the_same_command_twice_gives_the_same_bits(run_job: RunJob, tmp_path: P
     torch.testing.assert_close(weights(tmp_path, "first"), weights(tmp_path, "second"), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("options", [(), DROPOUT, ("trainer.precision=64-true",)], ids=["cnn", "dropout", "float64"])
+@pytest.mark.parametrize(
+    "options",
+    [(), DROPOUT, pytest.param(("trainer.precision=64-true",), marks=pytest.mark.slow)],
+    ids=["cnn", "dropout", "float64"],
+)
 @pytest.mark.parametrize("strategy", ["single", "ddp2"])
 def test_resumed_at_an_epochs_end_gives_the_same_bits(
     run_job: RunJob, tmp_path: Path, strategy: str, options: tuple[str, ...]
@@ -121,6 +125,7 @@ def test_resumed_at_an_epochs_end_gives_the_same_bits(
     assert len(curve(tmp_path, "resumed", tags.TRAIN_LOSS)) == 1
 
 
+@pytest.mark.slow
 def test_nine_of_nine_resume_under_any_strategy(run_job: RunJob, tmp_path: Path) -> None:
     names = ("single", "dp2", "ddp2")
     expected = run_job(*EXACT, *STRATEGIES["single"], run="whole")[tags.TRAIN_LOSS]

@@ -15,7 +15,7 @@ from lockstep import tags
 from lockstep.errors import WorkerError
 from lockstep.launch.command import run
 
-pytestmark = pytest.mark.slow
+slow = pytest.mark.slow
 
 RunJob = Callable[..., Any]
 DDP2 = ("strategy=ddp", "trainer.devices=2")
@@ -48,7 +48,7 @@ def pids(folder: Path) -> list[int]:
     return [int(path.name) for path in folder.glob("[0-9]*")]
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("moment", [pytest.param(moment, marks=slow) for moment in MOMENTS[:-2]] + MOMENTS[-2:])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank_is_named_with_its_signal(run_job: RunJob, tmp_path: Path, rank: int, moment: str) -> None:
     notes = callback("NotePid", folder=tmp_path)
@@ -60,6 +60,7 @@ def test_a_killed_rank_is_named_with_its_signal(run_job: RunJob, tmp_path: Path,
             os.kill(pid, 0)
 
 
+@slow
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_one_of_three_is_named(run_job: RunJob, rank: int) -> None:
     with pytest.raises(WorkerError, match=f"^rank {rank} was killed by SIGKILL"):
@@ -79,13 +80,13 @@ def test_a_rank_killed_after_its_work_does_not_hang_the_command(run_job: RunJob)
 @pytest.mark.parametrize(
     ("strategy", "fault"),
     [
-        ("single", callback("FailAt", rank=0, step=36, how="kill")),
-        ("dp2", callback("FailAt", rank=0, step=36, how="kill")),
+        pytest.param("single", callback("FailAt", rank=0, step=36, how="kill"), marks=slow),
+        pytest.param("dp2", callback("FailAt", rank=0, step=36, how="kill"), marks=slow),
         ("ddp2", callback("FailAt", rank=0, step=36, how="kill")),
-        ("ddp2", callback("FailAt", rank=1, step=36)),
+        pytest.param("ddp2", callback("FailAt", rank=1, step=36), marks=slow),
         ("ddp2", callback("FailAt", rank=1, step=8, how="kill")),  # before the first checkpoint
-        ("ddp2", callback("KillIn", rank=0, hook="on_validation_end")),
-        ("ddp2", callback("KillIn", rank=1, hook="on_test_start")),
+        pytest.param("ddp2", callback("KillIn", rank=0, hook="on_validation_end"), marks=slow),
+        pytest.param("ddp2", callback("KillIn", rank=1, hook="on_test_start"), marks=slow),
         # each epoch writes two: killed in the third epoch's last.ckpt
         ("ddp2", "trainer.plugins=[{_target_: faults.KilledWhileSaving, number: 6}]"),
     ],

@@ -7,8 +7,7 @@ import pytest
 
 from lockstep import tags
 
-pytestmark = pytest.mark.slow
-
+slow = pytest.mark.slow
 RunJob = Callable[..., dict[str, float]]
 STRATEGIES = {
     "single": ("strategy=single",),
@@ -32,22 +31,28 @@ def steps(tmp_path: Path, run: str) -> list[int]:
 @pytest.mark.parametrize(
     ("options", "expected_steps"),
     [
-        (("trainer.limit_train_batches=5",), 10),
-        (("trainer.limit_train_batches=0.3", "trainer.limit_val_batches=0.5", "trainer.limit_test_batches=3"), 10),
+        pytest.param(("trainer.limit_train_batches=5",), 10, marks=slow),
+        pytest.param(
+            ("trainer.limit_train_batches=0.3", "trainer.limit_val_batches=0.5", "trainer.limit_test_batches=3"),
+            10,
+            marks=slow,
+        ),
         (("trainer.accumulate_grad_batches=2", "trainer.gradient_clip_val=0.1"), 18),  # 17 batches: the last one alone
-        (("trainer.accumulate_grad_batches=3", "trainer.gradient_clip_val=0.5"), 12),
-        (("trainer.gradient_clip_val=0.01", "trainer.gradient_clip_algorithm=value"), 34),
-        (("trainer.check_val_every_n_epoch=2", "trainer.max_epochs=3"), 51),
-        (("trainer.val_check_interval=0.25",), 34),
-        (("trainer.max_steps=20",), 20),
-        (("trainer.max_steps=3", "trainer.accumulate_grad_batches=3"), 3),
+        pytest.param(("trainer.accumulate_grad_batches=3", "trainer.gradient_clip_val=0.5"), 12, marks=slow),
+        pytest.param(("trainer.gradient_clip_val=0.01", "trainer.gradient_clip_algorithm=value"), 34, marks=slow),
+        pytest.param(("trainer.check_val_every_n_epoch=2", "trainer.max_epochs=3"), 51, marks=slow),
+        pytest.param(("trainer.val_check_interval=0.25",), 34, marks=slow),
+        pytest.param(("trainer.max_steps=20",), 20, marks=slow),
+        pytest.param(("trainer.max_steps=3", "trainer.accumulate_grad_batches=3"), 3, marks=slow),
         (("trainer.overfit_batches=3", "trainer.max_epochs=4"), 12),
-        (("trainer.overfit_batches=0.2",), 6),
+        pytest.param(("trainer.overfit_batches=0.2",), 6, marks=slow),
         (("data.batch_size=6", "trainer.limit_train_batches=7"), 14),
-        (("data.eval_batch_size=1", "trainer.limit_train_batches=2", "trainer.limit_val_batches=20"), 4),
-        (("data.eval_batch_size=100", "trainer.limit_train_batches=2"), 4),  # 101 test images
+        pytest.param(
+            ("data.eval_batch_size=1", "trainer.limit_train_batches=2", "trainer.limit_val_batches=20"), 4, marks=slow
+        ),
+        pytest.param(("data.eval_batch_size=100", "trainer.limit_train_batches=2"), 4, marks=slow),  # 101 test images
         (("+data.test_size=1", "trainer.limit_train_batches=2"), 4),  # fewer samples than ranks
-        (("data.val_size=7", "trainer.limit_train_batches=2"), 4),
+        pytest.param(("data.val_size=7", "trainer.limit_train_batches=2"), 4, marks=slow),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else str(value),
 )
@@ -63,6 +68,7 @@ def test_every_strategy_agrees(run_job: RunJob, tmp_path: Path, options: tuple[s
             assert abs(found[name][tag] - found["single"][tag]) <= 1e-9, (name, tag)
 
 
+@slow
 def test_any_number_of_processes_agrees_with_one(run_job: RunJob, tmp_path: Path) -> None:
     job = (*EXACT, "data.batch_size=420", "trainer.max_epochs=1")
     single = run_job(*job, "strategy=single", run="single")

@@ -16,13 +16,20 @@ from processes import TRAIN, catches, ended, processes_in, remove_what_the_kille
 from lockstep import tags
 from lockstep.errors import ConfigError, Stopped, WorkerError
 
-pytestmark = pytest.mark.slow
+slow = pytest.mark.slow
+
+
+def slow_(*values: Any) -> Any:
+    """One case of a test, left out of `make test`, which runs a few of each kind."""
+    return pytest.param(*values, marks=slow)
+
 
 RunJob = Callable[..., Any]
 DDP2 = ("strategy=ddp", "trainer.devices=2")
 STRATEGIES = {"single": ("strategy=single",), "dp2": ("strategy=dp", "trainer.devices=2"), "ddp2": DDP2}
 EPOCHS3 = ("trainer.max_epochs=3", "trainer.log_every_n_steps=1")  # 17 steps each
 DROPOUT = ("model.net._target_=faults.DropoutNet", "~model.net.channels", "~model.net.hidden")
+LOADER_PROCESS = ("data.num_workers=1", "trainer.max_epochs=2", "trainer.limit_val_batches=0")
 SAME = {tags.TRAIN_LOSS, tags.VAL_LOSS, tags.TEST_ACC, tags.TEST_LOSS}
 
 
@@ -50,15 +57,16 @@ def steps(tmp_path: Path, run: str = "run") -> set[str]:
     ("strategy", "rank", "options"),
     [
         ("single", 0, ()),
-        ("single", 0, DROPOUT),
+        slow_("single", 0, DROPOUT),
         ("dp2", 0, ()),
-        ("ddp2", 0, ()),
+        slow_("ddp2", 0, ()),
         ("ddp2", 1, DROPOUT),
-        ("ddp2", 1, ("trainer.accumulate_grad_batches=3", "data.batch_size=128")),
-        ("ddp2", 1, ("trainer.precision=64-true", "trainer.val_check_interval=0.3")),
-        ("single", 0, ("data.num_workers=1", "trainer.max_epochs=2", "trainer.limit_val_batches=0")),
-        ("ddp2", 1, ("trainer.overfit_batches=12",)),
-        ("ddp2", 1, ("trainer.limit_train_batches=5",)),  # where the ranks tell each other in last batches only
+        slow_("ddp2", 1, ("trainer.accumulate_grad_batches=3", "data.batch_size=128")),
+        slow_("ddp2", 1, ("trainer.precision=64-true", "trainer.val_check_interval=0.3")),
+        slow_("single", 0, LOADER_PROCESS),
+        slow_("ddp2", 1, ("trainer.overfit_batches=12",)),
+        # where the ranks reach their consensus in last batches only
+        slow_("ddp2", 1, ("trainer.limit_train_batches=5",)),
     ],
 )
 def test_a_run_stopped_within_an_epoch_resumes_with_the_same_bits(
@@ -88,6 +96,7 @@ def test_a_run_stopped_within_an_epoch_resumes_with_the_same_bits(
     assert {tag: resumed[tag] for tag in measured} == {tag: whole[tag] for tag in measured}
 
 
+@slow
 def test_a_run_stopped_within_an_epoch_resumes_under_another_strategy(run_job: RunJob, tmp_path: Path) -> None:
     job = (*EPOCHS3, "trainer.precision=64-true", "data.batch_size=252")
     whole = run_job(*job, *STRATEGIES["single"], run="whole")
@@ -100,7 +109,7 @@ def test_a_run_stopped_within_an_epoch_resumes_under_another_strategy(run_job: R
             assert abs(resumed[tag] - whole[tag]) <= 1e-9, (source, target, tag)
 
 
-@pytest.mark.parametrize("override", ["data.batch_size=128", "data.seed=1", "data.val_size=400"])
+@pytest.mark.parametrize("override", ["data.batch_size=128", slow_("data.seed=1"), slow_("data.val_size=400")])
 def test_a_checkpoint_from_within_an_epoch_needs_the_same_batches(
     run_job: RunJob, tmp_path: Path, override: str
 ) -> None:
@@ -121,7 +130,7 @@ def test_a_checkpoint_from_within_an_epoch_needs_the_same_data(run_job: RunJob, 
         run_job(*EPOCHS3, *other, f"ckpt_path={tmp_path / 'stopped' / 'checkpoints' / 'last.ckpt'}")
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [slow_(0), 1])
 def test_a_signal_in_the_last_steps_ends_the_run_before_its_test(run_job: RunJob, tmp_path: Path, rank: int) -> None:
     with pytest.raises(Stopped, match=r"^stopped by SIGTERM after step 17, in epoch 0; resume with ckpt_path=") as stop:
         run_job(*DDP2, fail_at(rank, 16, "terminate"))
@@ -161,14 +170,14 @@ def start_run(
 @pytest.mark.parametrize(
     ("strategy", "number", "returncode", "to"),
     [
-        ("single", signal.SIGTERM, 143, "command"),
-        ("single", signal.SIGINT, 130, "group"),
-        ("dp2", signal.SIGTERM, 143, "group"),
+        slow_("single", signal.SIGTERM, 143, "command"),
+        slow_("single", signal.SIGINT, 130, "group"),
+        slow_("dp2", signal.SIGTERM, 143, "group"),
         ("ddp2", signal.SIGTERM, 143, "command"),
-        ("ddp2", signal.SIGTERM, 143, "group"),
-        ("ddp2", signal.SIGINT, 130, "command"),
+        slow_("ddp2", signal.SIGTERM, 143, "group"),
+        slow_("ddp2", signal.SIGINT, 130, "command"),
         ("ddp2", signal.SIGINT, 130, "group"),
-        ("ddp2", signal.SIGHUP, 129, "group"),
+        slow_("ddp2", signal.SIGHUP, 129, "group"),
     ],
 )
 def test_a_signal_to_the_command_stops_all_ranks_at_one_step(
@@ -200,7 +209,7 @@ MOMENTS: dict[str, Callable[[int, Path], Any]] = {
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-@pytest.mark.parametrize("delay", [0, 0.2])
+@pytest.mark.parametrize("delay", [0, slow_(0.2)])
 def test_ctrl_c_while_the_command_starts_is_one_line(tmp_path: Path, moment: str, delay: float) -> None:
     process = start_run(tmp_path, *DDP2)
 
@@ -262,8 +271,8 @@ def command_in(cwd: Path) -> int:
     return min(pid for pid, line in found if line.startswith(" ".join(TRAIN)))
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGUSR1], ids=lambda number: number.name)
-@pytest.mark.parametrize("how", STARTS)
+@pytest.mark.parametrize("number", [signal.SIGKILL, slow_(signal.SIGUSR1)], ids=lambda number: number.name)
+@pytest.mark.parametrize("how", ["terminal", slow_("nohup"), slow_("setsid"), "background"])
 def test_a_killed_command_takes_its_workers_along(tmp_path: Path, how: str, number: signal.Signals) -> None:
     process = start_run(tmp_path, *DDP2, prefix=STARTS[how])
     wait_until((tmp_path / "started").exists, "the first steps")
@@ -277,7 +286,7 @@ def test_a_killed_command_takes_its_workers_along(tmp_path: Path, how: str, numb
 
 
 @pytest.mark.parametrize("strategy", ["single", "dp2", "ddp2"])
-@pytest.mark.parametrize("value", ["nan", "inf"])
+@pytest.mark.parametrize("value", ["nan", slow_("inf")])
 def test_a_loss_that_is_not_finite_is_named(run_job: RunJob, tmp_path: Path, strategy: str, value: str) -> None:
     rank = 1 if strategy == "ddp2" else 0
     spoilt = ("model._target_=faults.SpoiltLoss", f"+model.rank={rank}", "+model.step=20", f"+model.value={value}")
@@ -321,7 +330,7 @@ def test_an_exception_names_epoch_batch_step_and_rank(run_job: RunJob) -> None:
 # ---------------------------------------------------------------------------------------- ranks that do not come
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [slow_(0), 1])
 def test_a_frozen_rank_is_named_with_the_collective(run_job: RunJob, tmp_path: Path, rank: int) -> None:
     expected = (
         rf"^rank {1 - rank}: waited launch.timeout_sec=15 s for rank {rank}, which is stopped \(process state T\)"
@@ -332,6 +341,7 @@ def test_a_frozen_rank_is_named_with_the_collective(run_job: RunJob, tmp_path: P
     assert seconds_since_the_fault(tmp_path) < 15 + 10
 
 
+@slow
 def test_a_slow_download_is_not_a_stuck_rank(run_job: RunJob) -> None:
     slow = ("data._target_=faults.SlowDownload", "+data.seconds=18")
     assert run_job(*DDP2, *slow, "launch.timeout_sec=15")[tags.TEST_ACC] > 0.3
