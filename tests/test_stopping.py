@@ -246,6 +246,16 @@ def test_ctrl_c_again_and_again_leaves_no_process(tmp_path: Path) -> None:
     assert len(lines) == 1, lines
 
 
+@pytest.mark.parametrize("local_addr", ["127.0.0.1", slow_("127.0.0.2")], ids=["host", "guest"])
+def test_ctrl_c_while_a_node_waits_for_the_other(tmp_path: Path, free_port: int, local_addr: str) -> None:
+    endpoint = (f"launch.rdzv_endpoint=127.0.0.1:{free_port}", f"launch.local_addr={local_addr}")
+    process = start_run(tmp_path, "strategy=ddp", "trainer.devices=1", "trainer.num_nodes=2", *endpoint)
+    wait_until((tmp_path / "run" / ".hydra" / "config.yaml").exists, "the start")
+    time.sleep(3)  # by now it waits, or will soon
+    os.killpg(process.pid, signal.SIGINT)
+    assert ended(process, tmp_path) == (130, ["stopped by SIGINT"])
+
+
 def test_ctrl_c_between_two_jobs_of_a_sweep(tmp_path: Path) -> None:
     sweep = ["strategy=single,ddp", f"hydra.sweep.dir={tmp_path / 'sweep'}", "trainer.max_epochs=1"]
     process = start_run(tmp_path, *sweep, flags=["-m"])

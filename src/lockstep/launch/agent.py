@@ -56,9 +56,10 @@ class WorkerProcess:
         return False
 
     def signal(self, number: int) -> None:
-        """Send a signal, if the process is still there."""
-        with suppress(ProcessLookupError):
-            os.kill(self.process.pid, number)
+        """Send a signal, unless the process ended: its id may be another's by now."""
+        if self.process.is_alive():
+            with suppress(ProcessLookupError):
+                os.kill(self.process.pid, number)
 
     def close(self) -> None:
         """Wait for the end of the process, and let go of it."""
@@ -184,6 +185,8 @@ def run_in_workers(call: Call) -> Any:
         agent = Agent(_spec(rendezvous, node, launch), call, _network(node))
         try:
             result = agent.run()
+        except Stopped as stop:  # this command was told to stop, and told its workers
+            raise Stopped(stop.signum, stop.where or how_it_stopped(agent.outcomes)) from None
         finally:
             rendezvous.shutdown()
     except RendezvousError as error:
@@ -191,8 +194,6 @@ def run_in_workers(call: Call) -> Any:
         reason = first_line(error.__cause__ or error) if str(error.__cause__ or error) else late
         where = f"{num_nodes} nodes did not meet at launch.rdzv_endpoint={launch['rdzv_endpoint']}"
         raise WorkerError(f"{where}: {reason}") from None
-    except Stopped as stop:  # this command was told to stop, and told its workers
-        raise Stopped(stop.signum, stop.where or how_it_stopped(agent.outcomes)) from None
     if result.is_failed():
         raise agent.failure.as_exception()
     return result.return_values.get(0)
