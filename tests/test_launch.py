@@ -3,6 +3,8 @@
 import multiprocessing
 import os
 import signal
+import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
@@ -14,6 +16,7 @@ import pytest
 from lockstep import launch, tags
 from lockstep.errors import ConfigError, WorkerError
 from lockstep.launch.command import run
+from lockstep.launch.signals import stop_signals_deferred
 
 RunJob = Callable[..., Any]
 DDP2 = ("strategy=ddp", "trainer.devices=2")
@@ -219,6 +222,24 @@ def test_environment_and_handlers_are_restored(run_job: RunJob, monkeypatch: pyt
     run_job(*DDP2, function="faults:environment")
     assert dict(os.environ) == before
     assert {number: signal.getsignal(number) for number in launch.STOP_SIGNALS} == handlers
+
+
+def test_a_deferred_stop_signal_waits_for_the_block_whichever_thread_takes_it() -> None:
+    seen: list[str] = []
+    done = threading.Event()
+    other = threading.Thread(target=done.wait)
+    other.start()
+    before = signal.signal(signal.SIGTERM, lambda number, frame: seen.append("handled"))
+    try:
+        with stop_signals_deferred():
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.2)
+            seen.append("block is done")
+        assert seen == ["block is done", "handled"]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        done.set()
+        other.join()
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -165,7 +165,7 @@ def test_a_signal_on_one_host_stops_both_and_leaves_a_checkpoint(hosts: Hosts) -
     wait_until((hosts.folder / "started").exists, "the first steps")
     os.kill(second.pid, signal.SIGTERM)
     codes = [ended(process, seconds=30) for process in (first, second)]
-    assert [code for code, _ in codes] == [143, 143]
+    assert [code for code, _ in codes] == [143, 143], codes
     assert all(stderr.startswith("stopped by SIGTERM after step ") for _, stderr in codes)
     path = hosts.folder / "0" / "run" / "checkpoints" / "last.ckpt"
     assert torch.load(path, weights_only=True)["global_step"] >= 3

@@ -49,7 +49,7 @@ def in_all_reduce(error: Exception, backward: bool = False) -> BaseException:
         (of_error(raised(SystemExit(0)), 1), WorkerError, r"^rank 1 failed:\nTraceback[\s\S]*SystemExit: 0$"),
         (of_exit_code(-9, 1), WorkerError, "^rank 1 was killed by SIGKILL; it left no traceback$"),
         (of_exit_code(-11, 1), WorkerError, "^rank 1 was killed by SIGSEGV; it left no traceback$"),
-        (of_exit_code(3, 1), WorkerError, "^rank 1 ended with exit code 3 and no word$"),
+        (of_exit_code(3, 1), WorkerError, "^rank 1 ended with exit code 3 without reporting an error$"),
     ],
 )
 def test_an_outcome_becomes_one_exception(outcome: Outcome, kind: type[Exception], message: str) -> None:

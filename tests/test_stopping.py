@@ -348,7 +348,7 @@ def test_a_frozen_rank_is_named_with_the_collective(run_job: RunJob, tmp_path: P
     )
     with pytest.raises(WorkerError, match=expected):
         run_job(*DDP2, fail_at(rank, 6, "freeze"), "launch.timeout_sec=15")
-    assert seconds_since_the_fault(tmp_path) < 15 + 10
+    assert seconds_since_the_fault(tmp_path) < 15 + 15
 
 
 @slow

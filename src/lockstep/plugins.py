@@ -24,7 +24,7 @@ class DurableCheckpointIO(TorchCheckpointIO):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        """Raise RunError, and keep the file that was there, if the checkpoint cannot be written."""
+        """Write a checkpoint in full, or raise RunError and keep the file that was there."""
         try:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             with atomic_write(Path(path)) as file:

@@ -1,8 +1,8 @@
 """Imports what every worker needs, quickly.
 
-Imports make objects that stay. While they become more, Python's garbage collector would look through them again and
+Imports make objects that stay. As their number grows, Python's garbage collector would look through them again and
 again, which is a fifth of the time that torch and Lightning take to import; so it rests meanwhile. Afterwards it never
-looks at them, which also keeps the memory pages shared that forked workers have of the fork server.
+looks at them, which also keeps their memory pages shared between the fork server and its workers.
 """
 
 import gc

@@ -74,7 +74,7 @@ def set_up_process(cfg: DictConfig, worker: Worker) -> None:
     host.take_resources(cfg)
     for pattern in EXPECTED_WARNINGS:
         warnings.filterwarnings("ignore", pattern)
-    # what Lightning calls of torch that torch has renamed since is Lightning's to change
+    # Lightning still calls torch functions by their old names; that is for Lightning to fix
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"lightning\.")
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.WARNING)

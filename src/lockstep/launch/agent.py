@@ -7,6 +7,7 @@ gives it workers that are forked from the fork server and report one outcome eac
 import logging
 import multiprocessing
 import os
+import pickle
 import signal
 import time
 from contextlib import suppress
@@ -26,6 +27,8 @@ from lockstep.launch.signals import stop_signals_deferred
 from lockstep.launch.timeouts import MONITOR_INTERVAL_SEC, SETTLE_POLL_SEC, SETTLE_SEC, SHUTDOWN_SEC
 from lockstep.launch.worker import Call, work
 
+log = logging.getLogger(__name__)
+
 
 class WorkerProcess:
     """One worker, as its agent sees it."""
@@ -44,7 +47,7 @@ class WorkerProcess:
             gone = self.process.exitcode is not None  # asked first: whatever it reported is in the pipe by then
             with suppress(EOFError, OSError):
                 if self._reports.poll():
-                    self.outcome = self._reports.recv()
+                    self.outcome = pickle.loads(self._reports.recv_bytes())
             if self.outcome is None and gone:
                 self.outcome = of_exit_code(self.process.exitcode, self.rank)
         return self.outcome
@@ -61,12 +64,14 @@ class WorkerProcess:
             with suppress(ProcessLookupError):
                 os.kill(self.process.pid, number)
 
-    def close(self) -> None:
-        """Wait for the end of the process, and let go of it."""
+    def end(self) -> Outcome:
+        """Kill the process if it still runs, let go of it, and return how it ended."""
+        self.signal(signal.SIGKILL)
         self.process.join()
-        self.look()
+        outcome = self.look()
         self.process.close()
         self._reports.close()
+        return outcome
 
 
 class Agent(SimpleElasticAgent):
@@ -121,28 +126,32 @@ class Agent(SimpleElasticAgent):
             self.failure = self._settled()
             if self.failure.is_final:
                 raise self.failure.as_exception()
+            if self._remaining_restarts:
+                log.warning(self.failure.as_exception())
             return RunResult(WorkerState.FAILED)
-        if None in outcomes or any(worker.process.is_alive() for worker in self._workers):
+        if None in outcomes:
             return RunResult(WorkerState.HEALTHY)
+        self._wait(SHUTDOWN_SEC)  # what they do after their report is not waited for any longer
         return RunResult(WorkerState.SUCCEEDED, {outcome.rank: outcome.value for outcome in outcomes})
 
     def _settled(self) -> Outcome:
         """Return the cause of a failure, once all workers ended or had the time to.
 
-        A killed worker's process is gone a little later than its connections, of which its peers fail.
+        A killed worker disappears a little later than its connections, and losing those makes its peers fail.
         """
         self._wait(SETTLE_SEC)
         failure = cause(worker.outcome for worker in self._workers if worker.outcome is not None)
         return self._with_missing_ranks(failure) if failure.kind == "timed out" else failure
 
     def _with_missing_ranks(self, failure: Outcome) -> Outcome:
-        """Complete a collective's time-out by the ranks that did not come to it."""
+        """Return the time-out of a collective with the names of the ranks that did not reach it."""
         silent = [worker for worker in self._workers if worker.outcome is None]
         suspended = [worker for worker in silent if worker.is_suspended()]
         for worker in suspended:
-            worker.signal(signal.SIGCONT)  # to hear the SIGTERM that follows
+            worker.signal(signal.SIGCONT)  # so that it can act on the SIGTERM that follows
         names = [f"rank {worker.rank}, which is stopped (process state T)" for worker in suspended]
-        names = names or [f"rank {worker.rank}" for worker in silent] or ["a rank of another node"]
+        elsewhere = "another rank" if self.get_worker_group().group_world_size == 1 else "a rank of another node"
+        names = names or [f"rank {worker.rank}" for worker in silent] or [elsewhere]
         waited = f"waited launch.timeout_sec={self._call.config['launch']['timeout_sec']} s for {', '.join(names)}"
         return replace(failure, kind="explained", message=f"{waited} in {failure.place}")
 
@@ -154,19 +163,23 @@ class Agent(SimpleElasticAgent):
                 return
             time.sleep(SETTLE_POLL_SEC)
 
+    # torch's versions pass different options to the next two
+
     def _stop_workers(self, worker_group: WorkerGroup, **_: Any) -> None:
         self._shutdown()
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, **_: Any) -> None:
-        for worker in self._workers:
-            worker.signal(death_sig)
-        self._wait(SHUTDOWN_SEC)
-        for worker in self._workers:
-            worker.signal(signal.SIGKILL)
-            worker.close()
-        if self._workers:
-            self.outcomes = [worker.outcome for worker in self._workers if worker.outcome is not None]
-        self._workers = []
+        if not self._workers:
+            return
+        self.outcomes = []
+        try:
+            for worker in self._workers:
+                if worker.look() is None:  # the others are ending already, and may have something to save
+                    worker.signal(death_sig)
+            self._wait(SHUTDOWN_SEC)
+        finally:
+            while self._workers:
+                self.outcomes.append(self._workers.pop().end())
 
 
 def run_in_workers(call: Call) -> Any:
@@ -182,10 +195,10 @@ def run_in_workers(call: Call) -> Any:
     node = loopback() if num_nodes == 1 else node_address(launch["rdzv_endpoint"], launch["local_addr"])
     try:
         rendezvous = LoopbackRendezvous() if num_nodes == 1 else NodesRendezvous.meet(node, num_nodes, launch)
-        agent = Agent(_spec(rendezvous, node, launch), call, _network(node))
+        agent = Agent(_spec(rendezvous, launch), call, _network(node))
         try:
             result = agent.run()
-        except Stopped as stop:  # this command was told to stop, and told its workers
+        except Stopped as stop:  # a rank's says where it stopped; of the command's own, the ranks' outcomes do
             raise Stopped(stop.signum, stop.where or how_it_stopped(agent.outcomes)) from None
         finally:
             rendezvous.shutdown()
@@ -194,12 +207,16 @@ def run_in_workers(call: Call) -> Any:
         reason = first_line(error.__cause__ or error) if str(error.__cause__ or error) else late
         where = f"{num_nodes} nodes did not meet at launch.rdzv_endpoint={launch['rdzv_endpoint']}"
         raise WorkerError(f"{where}: {reason}") from None
+    if result is None:  # torch lets a node too many wait until the others have ended
+        raise WorkerError(
+            f"the job at launch.rdzv_endpoint={launch['rdzv_endpoint']} had its {num_nodes} nodes already"
+        )
     if result.is_failed():
         raise agent.failure.as_exception()
     return result.return_values.get(0)
 
 
-def _spec(rendezvous: LoopbackRendezvous | NodesRendezvous, node: NodeAddress, launch: dict[str, Any]) -> WorkerSpec:
+def _spec(rendezvous: LoopbackRendezvous | NodesRendezvous, launch: dict[str, Any]) -> WorkerSpec:
     return WorkerSpec(
         role="lockstep",
         local_world_size=launch["nproc_per_node"],
@@ -207,7 +224,6 @@ def _spec(rendezvous: LoopbackRendezvous | NodesRendezvous, node: NodeAddress, l
         entrypoint=work,
         max_restarts=launch["max_restarts"],
         monitor_interval=MONITOR_INTERVAL_SEC,
-        local_addr=node.address,
     )
 
 

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from contextlib import suppress
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
@@ -75,7 +76,7 @@ class Command:
         sys.exit(f"error: {error}")
 
     def run(self, function: str, cfg: DictConfig) -> Any:
-        """Run one job as `run` does, and print what goes wrong in it.
+        """Run one job, return what `run` returns, and print what goes wrong.
 
         Raises:
             SystemExit: If the job failed.
@@ -100,6 +101,8 @@ class Command:
             log.error(error)
             if sweep:
                 print(f"error: {error}", file=sys.stderr)
+                # Hydra keeps the error until the sweep ends, and its frames would keep the job's store
+                traceback.clear_frames(error.__traceback__)
                 raise
             self._end_with(error)
         if metrics is None and self._launcher is None:
@@ -150,8 +153,8 @@ def start_forkserver(preload: str) -> None:
 
     The server never touches a device, so workers forked from it can.
     """
-    # Torch's C++ warns, with a stack trace, of what follows from a peer's end and of names it need not know. This
-    # package says what matters of that; whoever wants it all sets the variable.
+    # When a peer exits, torch's C++ code prints warnings with stack traces; it also warns about host names that it does
+    # not need. This package says what matters of that; whoever wants it all sets the variable.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     multiprocessing.set_forkserver_preload([preload])
     # A signal to the whole process group, such as Ctrl-C, must leave the server alone: the workers are its children,

@@ -25,7 +25,8 @@ class Launcher(NamedTuple):
 def external_launcher(environ: MutableMapping[str, str] = os.environ) -> Launcher | None:
     """Return the launcher that started this interpreter as a worker, or None.
 
-    A child of `multiprocessing` is none: Lockstep's own workers and those of process pools inherit their environment.
+    A child of `multiprocessing` does not count: Lockstep's own workers and those of process pools inherit their
+    environment.
     """
     if multiprocessing.parent_process() is not None:
         return None

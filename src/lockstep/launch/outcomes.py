@@ -91,15 +91,17 @@ def _of_collective(error: BaseException, rank: int) -> Outcome | None:
 def of_exit_code(exit_code: int, rank: int) -> Outcome:
     """Return the outcome of a worker that is gone without having reported one."""
     if exit_code < 0:
-        name = signal.Signals(-exit_code).name
-        return Outcome("vanished", rank, f"was killed by {name}; it left no traceback", signum=-exit_code)
-    return Outcome("vanished", rank, f"ended with exit code {exit_code} and no word")
+        name = next((each.name for each in signal.Signals if each == -exit_code), f"signal {-exit_code}")
+        message, summary = f"was killed by {name}; it left no traceback", f"rank {rank} was killed by {name}"
+        return Outcome("vanished", rank, message, summary, signum=-exit_code)
+    return Outcome("vanished", rank, f"ended with exit code {exit_code} without reporting an error")
 
 
 def cause(outcomes: Iterable[Outcome]) -> Outcome:
     """Return the outcome that the others follow from: the first failure.
 
-    A worker that vanished could not say when, and its peers fail of its lost connection: it goes before them.
+    A worker that vanished could not say when, and its peers fail because they lose the connection to it: it comes
+    first.
     """
     failures = [outcome for outcome in outcomes if outcome.kind != "succeeded"]
     return min(failures, key=lambda outcome: (outcome.kind != "vanished", outcome.time))

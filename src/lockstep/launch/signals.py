@@ -54,6 +54,7 @@ def exit_on_signals(before: Callable[[int], None]) -> None:
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # a loader's signal is not this process's
     handle_stop_signals(_exit_at_once)
 
     def wait() -> None:
@@ -70,17 +71,29 @@ def exit_on_signals(before: Callable[[int], None]) -> None:
 
 
 def _exit_at_once(number: int, frame: FrameType | None) -> None:
-    """Mark the signals that the thread acts on; without a Python handler the thread would not hear of them."""
+    """Do nothing: being installed marks the signals that the thread acts on, and lets it hear of them."""
 
 
 @contextmanager
 def stop_signals_deferred() -> Iterator[None]:
-    """Let stop signals wait until the block is done."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    """Let stop signals wait until the block is done; processes that it starts have them blocked.
+
+    Blocking alone is not enough: another thread may take a signal, whose handler Python then runs in the main thread.
+    """
+    if threading.current_thread() is not threading.main_thread():  # which no handler interrupts
+        yield
+        return
+    received: list[int] = []
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    handlers = handle_stop_signals(lambda number, frame: received.append(number))
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for number in received[:1]:
+            signal.raise_signal(number)
 
 
 def handle_stop_signals(handler: Any) -> dict[int, Any]:

@@ -8,5 +8,5 @@ SETTLE_SEC = 2.0  # after a first failure, for the other workers to end by thems
 SETTLE_POLL_SEC = 0.02  # between two looks while workers end
 SHUTDOWN_SEC = 10.0  # between SIGTERM and SIGKILL: time to finish a few steps and write a checkpoint
 REPORTING_RANK_SEC = 10.0  # for the rank that prints an error to print it, before torchrun ends it with the others
-STORE_POLL_SEC = 0.02  # between two questions whether another rank has finished `once_per_node`
+STORE_POLL_SEC = 0.02  # between two checks whether another rank has finished `once_per_node`
 CONNECT_MARGIN_SEC = 5.0  # beyond `launch.timeout_sec`, for a connection attempt to give up by itself

@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import pickle
 import pkgutil
 import signal
 import sys
@@ -57,10 +58,11 @@ class Worker:
         self._send(Outcome("succeeded", self.rank, value=value))
 
     def _send(self, outcome: Outcome) -> None:
+        message = pickle.dumps(outcome)  # not `send`: torch would share a tensor's memory with a process about to end
         with self._lock:
             if self._agent is not None:
                 with suppress(OSError):  # the command is gone, and so will this process be
-                    self._agent.send(outcome)
+                    self._agent.send_bytes(message)
                 self._agent = None
 
 
