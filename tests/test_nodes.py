@@ -164,7 +164,7 @@ def test_a_signal_on_one_host_stops_both_and_leaves_a_checkpoint(hosts: Hosts) -
     first, second = (hosts.start(host, slow_steps(hosts), "trainer.max_epochs=1000000") for host in (0, 1))
     wait_until((hosts.folder / "started").exists, "the first steps")
     os.kill(second.pid, signal.SIGTERM)
-    codes = [ended(process, seconds=30) for process in (first, second)]
+    codes = [ended(process, seconds=40) for process in (first, second)]
     assert [code for code, _ in codes] == [143, 143], codes
     assert all(stderr.startswith("stopped by SIGTERM after step ") for _, stderr in codes)
     path = hosts.folder / "0" / "run" / "checkpoints" / "last.ckpt"

@@ -186,7 +186,7 @@ def test_a_signal_to_the_command_stops_all_ranks_at_one_step(
     process = start_run(tmp_path, *STRATEGIES[strategy])
     wait_until((tmp_path / "started").exists, "the first steps")
     (os.kill if to == "command" else os.killpg)(process.pid, number)
-    code, lines = ended(process, tmp_path, seconds=20)
+    code, lines = ended(process, tmp_path, seconds=30)
     assert code == returncode
     path = tmp_path / "run" / "checkpoints" / "last.ckpt"
     checkpoint = torch.load(path, weights_only=True)

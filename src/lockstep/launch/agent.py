@@ -24,7 +24,7 @@ from lockstep.launch.addresses import NodeAddress, loopback, node_address
 from lockstep.launch.nodes import LoopbackRendezvous, NodesRendezvous
 from lockstep.launch.outcomes import Outcome, cause, how_it_stopped, of_exit_code
 from lockstep.launch.signals import stop_signals_deferred
-from lockstep.launch.timeouts import MONITOR_INTERVAL_SEC, SETTLE_POLL_SEC, SETTLE_SEC, SHUTDOWN_SEC
+from lockstep.launch.timeouts import MONITOR_INTERVAL_SEC, SETTLE_POLL_SEC, SETTLE_SEC, SHUTDOWN_SEC, STOP_SEC
 from lockstep.launch.worker import Call, work
 
 log = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ class Agent(SimpleElasticAgent):
 
     Attributes:
         outcomes: How the workers of the last attempt ended.
-        failure: The outcome that ended the last failed attempt.
+        failure: The outcome that ended the present attempt, None while it is healthy.
     """
 
     def __init__(self, spec: WorkerSpec, call: Call, environ: dict[str, str]) -> None:
@@ -109,6 +109,7 @@ class Agent(SimpleElasticAgent):
             "TORCHELASTIC_USE_AGENT_STORE": str(spec.rdzv_handler.use_agent_store),
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.getenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         }
+        self.failure = None
         for worker in worker_group.workers:
             place = {
                 "RANK": str(worker.global_rank),
@@ -176,7 +177,7 @@ class Agent(SimpleElasticAgent):
             for worker in self._workers:
                 if worker.look() is None:  # the others are ending already, and may have something to save
                     worker.signal(death_sig)
-            self._wait(SHUTDOWN_SEC)
+            self._wait(STOP_SEC if self.failure is None else SHUTDOWN_SEC)
         finally:
             while self._workers:
                 self.outcomes.append(self._workers.pop().end())
