@@ -16,7 +16,7 @@ import pytest
 import torch.distributed
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
-from processes import processes_in
+from processes import environment, processes_in
 
 from lockstep import config
 from lockstep.launch import STOP_SIGNALS
@@ -45,9 +45,8 @@ def _warm_forkserver() -> None:
     """Every test's workers come from one server, as a command's do."""
     torch.set_num_threads(1)  # tests run side by side
     # The workers of the tests find the tests' own modules, such as `faults`.
-    path = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
     before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = path
+    os.environ["PYTHONPATH"] = environment()["PYTHONPATH"]
     start_forkserver("lockstep.preload")
     if before is None:
         del os.environ["PYTHONPATH"]
