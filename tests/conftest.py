@@ -79,8 +79,8 @@ def _nothing_left_behind(tmp_path: Path) -> Iterator[None]:
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("replica")]
 
 
-# What torchrun and TensorBoard leave in the temporary folder.
-LEFT_BY_OTHERS = ("torchelastic_", ".tensorboard-info")
+# What torchrun, TensorBoard and, on import, torch's compiler leave in the temporary folder.
+LEFT_BY_OTHERS = ("torchelastic_", ".tensorboard-info", "torchinductor_")
 # pytest's own, and what Lightning's `seed_everything` sets in the process that trains.
 ALLOWED_VARIABLES = {"PYTEST_CURRENT_TEST", "PL_GLOBAL_SEED", "PL_SEED_WORKERS"}
 
